@@ -1,0 +1,113 @@
+"""Messages between the client side and the core process: msgpack, positional, append-only, recordable.
+
+client -> core   Add, Abort, Call
+core -> client   Ready, Batch, CallResult, Dead
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lamella.engine.request import Delta, Request
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, gc=False):
+    """A new request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, gc=False):
+    """These requests are no longer wanted (client went away, or a stop string was found)."""
+
+    request_ids: list[str]
+    reason: str = "abort"
+
+
+class Call(msgspec.Struct, tag="call", array_like=True, gc=False):
+    """An operation between steps: stats, reset_prefix_cache, drain, shutdown."""
+
+    call_id: int
+    method: str
+    args: dict[str, Any] = {}
+
+
+class CoreInfo(msgspec.Struct, array_like=True):
+    """Values that are fixed once the core is ready."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: list[int]
+    block_size: int
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    report: dict[str, Any] = {}
+    """What `inspect` shows: resolved options with reasons, op table, groups, memory plan."""
+
+
+class Stats(msgspec.Struct, array_like=True, gc=False):
+    """Gauges and counters of the core, sent with each batch of deltas (counters are totals since start)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_hits: int = 0
+    preemptions: int = 0
+    spec_drafts: int = 0
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_pos: list[int] = []
+    step_seconds: float = 0.0
+    """Total time the runner worked."""
+    schedule_seconds: float = 0.0
+    """Total time of planning and committing."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The core has loaded its model."""
+
+    info: CoreInfo
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True):
+    """A line on how loading goes; before Ready."""
+
+    text: str
+
+
+class Batch(msgspec.Struct, tag="batch", array_like=True, gc=False):
+    """Results of one step."""
+
+    deltas: list[Delta]
+    stats: Stats | None = None
+
+
+class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False):
+    """Answer to a Call."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None
+
+
+class Dead(msgspec.Struct, tag="dead", array_like=True):
+    """The core ends: the last message it sends."""
+
+    reason: str
+
+
+ToCore = Add | Abort | Call
+ToClient = Ready | Progress | Batch | CallResult | Dead
+
+encoder = msgspec.msgpack.Encoder()
+to_core = msgspec.msgpack.Decoder(ToCore)
+to_client = msgspec.msgpack.Decoder(ToClient)
