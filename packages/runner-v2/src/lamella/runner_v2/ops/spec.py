@@ -41,12 +41,17 @@ class Site:
 
 
 class Picked(NamedTuple):
-    """What a layer gets: call run, and store what pack makes of its raw weights."""
+    """What a layer gets.
+
+    pack(parts) makes named tensors of raw weights (pure; the store keeps them); bind(packed) makes of those tensors the
+    handle that run takes (once, at load); run is the hot path and checks nothing.
+    """
 
     op: str
     provider: str
     run: Callable[..., Any]
     pack: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    bind: Callable[..., Any] | None = None
     batch_invariant: bool = False
 
 

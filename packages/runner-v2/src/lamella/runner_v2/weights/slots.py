@@ -1,0 +1,96 @@
+"""How layers say which weights they need, and how a checkpoint hands them over.
+
+    checkpoint --format_of(key)--> layer picks an op --Slot--> loader reads, shards, packs --> store --bind--> layer
+
+Canonical keys (the same for every family and file format):
+
+    embed, final_norm, lm_head
+    layers.{i}.attn_norm            before attention        layers.{i}.mlp_norm        before the MLP
+    layers.{i}.attn_post_norm       behind attention        layers.{i}.mlp_post_norm   behind the MLP   (Gemma)
+    layers.{i}.{q,k,v,o}            [out, in]               layers.{i}.{q,k,v,o}_bias
+    layers.{i}.{q_norm,k_norm}      [head_dim]
+    layers.{i}.{gate,up,down}       [out, in]               layers.{i}.{gate,up,down}_bias
+    layers.{i}.router               [num_experts, hidden]
+    layers.{i}.experts.{e}.{gate,up,down}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from lamella.runner_v2.config import ModelConfig
+from lamella.runner_v2.quant.scheme import WeightFormat
+
+ShardKind = Literal["replicated", "rows", "columns"]
+
+
+class Shard(NamedTuple):
+    """How a tensor is cut over tensor-parallel ranks.
+
+    rows: the output dimension is cut into tp_size equal pieces of whole units; columns: the input dimension.
+    A unit is unit_len rows or columns (head_dim for q, k, v, o). Where num_units < tp_size (few KV heads) each unit is
+    replicated on tp_size / num_units neighbouring ranks.
+    """
+
+    kind: ShardKind = "replicated"
+    unit_len: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of the checkpoint that a slot needs."""
+
+    key: str
+    """Canonical."""
+    shape: tuple[int, ...]
+    """In the whole model."""
+    shard: Shard = Shard()
+    optional: bool = False
+
+
+class RawPart(NamedTuple):
+    """A part as read, already cut for this rank.
+
+    Dense: data has the shape and its own dtype. Quantised: data is uint8 [rows, row_bytes] of GGUF blocks; shape is
+    that of the matrix it stands for. q and k rows are always in rotate-half order (the reader has undone the
+    permutation that llama GGUF files carry).
+    """
+
+    key: str
+    format: WeightFormat
+    shape: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where parts go: pack makes named tensors of them (pure), the store keeps those, bind gives them to the layer."""
+
+    name: str
+    parts: tuple[Part, ...]
+    pack: Callable[[Sequence[RawPart]], Mapping[str, torch.Tensor]]
+    bind: Callable[[Mapping[str, torch.Tensor]], None]
+
+
+class Checkpoint(Protocol):
+    """Weights on disk, or made up."""
+
+    config: ModelConfig
+
+    def has(self, key: str) -> bool:
+        """Is there a tensor for this canonical key? (lm_head may be missing when embeddings are tied.)"""
+
+    def format_of(self, key: str) -> WeightFormat:
+        """Storage format; CheckpointError naming the tensor if it is missing."""
+
+    def read(self, part: Part, tp_rank: int, tp_size: int) -> RawPart:
+        """The part, cut for the rank. CheckpointError if missing, misshapen or truncated."""
+
+    def unread(self) -> list[str]:
+        """Names of tensors in the files that no part has asked for and that are not known to be ignorable."""
+
+    def close(self) -> None: ...
