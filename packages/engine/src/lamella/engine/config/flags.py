@@ -1,0 +1,135 @@
+"""Command-line flags derived from the option dataclasses: one flag per field, with help, choices and default."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any, NoReturn, TypeVar
+
+from lamella.engine.config.env import option_from_environment
+from lamella.engine.config.schema import REMOVED, flag, format_size, nearest, parse_size
+from lamella.engine.errors import StartError
+
+T = TypeVar("T")
+
+GROUP_TITLES = {
+    "model": "the model",
+    "machine": "the machine",
+    "memory": "memory",
+    "scheduling": "scheduling",
+    "server": "the server",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one clear line, and which knows options that no longer exist."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartError(f"{message}\n  see: {self.prog} --help")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but an unknown option is named together with its reason or its nearest known neighbour."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            name = word.split("=")[0].lstrip("-").replace("-", "_")
+            if word.startswith("--") and name in REMOVED:
+                raise StartError(f"{word.split('=')[0]} does not exist: {REMOVED[name]}")
+        for word in unknown:
+            known = [o for action in self._actions for o in action.option_strings]
+            if word.startswith("-"):
+                raise StartError(f"unknown option {word.split('=')[0]!r}{nearest(word.split('=')[0], known)}")
+            raise StartError(f"unexpected argument {word!r}\n  see: {self.prog} --help")
+        return parsed
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tuple[str, ...] = ()) -> None:
+    """One flag per field of the dataclass, in the groups that the fields name."""
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        if field.name in skip:
+            continue
+        meta = field.metadata
+        group = groups.get(meta["group"]) or groups.setdefault(
+            meta["group"], parser.add_argument_group(GROUP_TITLES[meta["group"]])
+        )
+        text = meta["help"].replace("%", "%%") + _default_text(field)
+        keywords: dict[str, Any] = {"dest": field.name, "default": None, "help": text}
+        if meta["kind"] == "bool":
+            group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
+            continue
+        if meta["kind"] == "list":
+            keywords.update(action="append", metavar=meta["metavar"] or field.name.upper().split("_")[-1])
+        else:
+            keywords["type"] = _converter(field.name, meta["kind"])
+            if meta["choices"]:
+                keywords["choices"] = meta["choices"]
+            else:
+                keywords["metavar"] = meta["metavar"] or _METAVARS.get(meta["kind"], field.name.upper().split("_")[-1])
+        group.add_argument(flag(field.name), **keywords)
+
+
+_METAVARS = {"int": "N", "float": "X", "size": "SIZE", "json": "JSON"}
+
+
+def _default_text(field: Any) -> str:
+    default = field.default
+    if default in (None, "", dataclasses.MISSING):
+        return ""
+    if field.metadata["kind"] == "bool":
+        return f" (default: {'on' if default else 'off'})"
+    return f" (default: {format_size(default) if field.metadata['kind'] == 'size' else default})"
+
+
+def _converter(name: str, kind: str) -> Any:
+    def convert(text: str) -> Any:
+        try:
+            return convert_text(kind, text)
+        except StartError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    convert.__name__ = kind
+    return convert
+
+
+def convert_text(kind: str, text: str) -> Any:
+    """The value that a flag's or an environment variable's text stands for."""
+    try:
+        if kind == "int":
+            return int(text)
+        if kind == "float":
+            return float(text)
+        if kind == "size":
+            return parse_size(text)
+        if kind == "bool":
+            return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[text.lower()]
+        if kind == "list":
+            return [part for part in text.split(",") if part]
+        if kind == "json":
+            value = json.loads(text)
+            if not isinstance(value, dict):
+                raise StartError(f"{text!r} is not a JSON object")
+            return value
+    except (ValueError, KeyError):
+        raise StartError(f"{text!r} is not a valid {kind}") from None
+    return text
+
+
+def options_from(parsed: argparse.Namespace, options: type[T], **fixed: Any) -> T:
+    """The dataclass from parsed flags; what was not given comes from LAMELLA_<NAME>, then from the default."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        if field.name in fixed:
+            values[field.name] = fixed[field.name]
+            continue
+        given = getattr(parsed, field.name, None)
+        if given is None:
+            text = option_from_environment(field.name)
+            if text is not None:
+                try:
+                    given = convert_text(field.metadata["kind"], text)
+                except StartError as error:
+                    raise StartError(f"environment variable LAMELLA_{field.name.upper()}: {error}") from None
+        if given is not None:
+            values[field.name] = given
+    return options(**values)

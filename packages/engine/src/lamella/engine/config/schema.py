@@ -1,0 +1,229 @@
+"""Every user option, defined once: flags, environment variables, Python keywords and --help derive from here.
+
+None means "decide": resolve() decides and says why. Nothing here imports torch or reads the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from lamella.engine.errors import StartError
+
+
+def option(
+    default: Any = None,
+    *,
+    help: str,
+    group: str,
+    kind: str = "str",
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+) -> Any:
+    """A field with what is needed to derive a flag. kind: str, int, float, bool, size, json, list."""
+    meta = {"help": help, "group": group, "kind": kind, "choices": choices, "metavar": metavar}
+    if kind == "list":
+        return dataclasses.field(default_factory=list, metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may say about the engine, on the command line and in Python alike."""
+
+    model: str = option(
+        "",
+        group="model",
+        help="a known short name (smollm2), a checkpoint folder, a .gguf file, or a hub id org/name[:file.gguf]",
+    )
+    revision: str | None = option(group="model", help="branch, tag or commit of a hub id")
+    dtype: str = option(
+        "auto",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="auto keeps weights in the checkpoint's format and uses the fastest kernels; the others turn all weights "
+        "into that type and use the reference ops",
+    )
+    max_model_len: int | None = option(
+        group="model",
+        kind="int",
+        help="longest sequence, prompt and output together (default: what the model was made for, at most what the KV "
+        "cache holds)",
+    )
+    chat_template: str | None = option(group="model", help="file with a Jinja chat template instead of the model's own")
+    generation_config: str = option(
+        "auto",
+        group="model",
+        choices=("auto", "none"),
+        help="auto: the model's generation_config gives the sampling defaults of requests; none: plain defaults",
+    )
+    device: str = option("auto", group="machine", choices=("auto", "cpu"), help="where the model runs")
+    threads: int | None = option(group="machine", kind="int", help="CPU threads (default: the cores this process may use)")
+    providers: str | None = option(
+        group="machine",
+        help="op providers in order of preference, separated by commas: host (native), torch (reference)",
+    )
+    kv_cache_memory: int | None = option(
+        group="memory",
+        kind="size",
+        help="bytes for the KV cache, such as 2GiB (default on a CPU: a share of the available memory)",
+    )
+    kv_cache_dtype: str = option(
+        "auto", group="memory", choices=("auto", "float16", "float32", "bfloat16"), help="type of cached keys and values"
+    )
+    block_size: int = option(16, group="memory", kind="int", help="tokens per KV block, a power of two")
+    enable_prefix_caching: bool = option(
+        True, group="memory", kind="bool", help="reuse the KV blocks of equal prompt prefixes"
+    )
+    max_num_seqs: int = option(64, group="scheduling", kind="int", help="most sequences in one step")
+    max_num_batched_tokens: int | None = option(
+        group="scheduling",
+        kind="int",
+        help="most tokens in one step (default on a CPU: measured at start, so that a step stays under 0.5 s, at "
+        "least 512)",
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        group="scheduling",
+        choices=("fcfs", "priority"),
+        help="fcfs: first come, first served; priority: lower request priority first, then arrival",
+    )
+    max_num_queued_reqs: int = option(
+        1024, group="scheduling", kind="int", help="most requests that wait; beyond it the answer is 503"
+    )
+    speculative_config: dict[str, Any] | None = option(
+        group="scheduling",
+        kind="json",
+        help='drafts that the model checks, such as \'{"method":"ngram","num_speculative_tokens":4}\'',
+    )
+    seed: int | None = option(
+        group="scheduling", kind="int", help="makes requests without a seed of their own repeatable"
+    )
+    max_logprobs: int = option(20, group="scheduling", kind="int", help="largest logprobs a request may ask for")
+    load_format: str = option(
+        "auto",
+        group="model",
+        choices=("auto", "dummy"),
+        help="dummy: random weights of the right shapes, for measuring",
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("max_model_len", 1),
+            ("threads", 1),
+            ("kv_cache_memory", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_num_queued_reqs", 0),
+            ("block_size", 1),
+            ("max_logprobs", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise StartError(f"{flag(name)} must be at least {low}, got {value}")
+        if self.block_size & (self.block_size - 1):
+            raise StartError(f"--block-size must be a power of two, got {self.block_size}")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
+                "a step must be able to give each sequence a token; raise the one or lower the other"
+            )
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices and getattr(self, field.name) not in choices:
+                raise StartError(
+                    f"{flag(field.name)} must be one of {', '.join(choices)}; got {getattr(self, field.name)!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What a user may say about the HTTP server."""
+
+    host: str = option("127.0.0.1", group="server", help="address to listen on")
+    port: int = option(8000, group="server", kind="int", help="port to listen on; 0 picks a free one")
+    served_model_name: list[str] = option(
+        group="server", kind="list", help="name or names under which the model is served (default: MODEL as typed)"
+    )
+    api_key: list[str] = option(
+        group="server", kind="list", help="keys that clients must send; guards all but /health and /version"
+    )
+    allowed_origins: list[str] = option(group="server", kind="list", help="origins that browsers may call from (CORS)")
+    max_body_size: int = option(16 * 1024 * 1024, group="server", kind="size", help="largest request body")
+    drain_timeout: float = option(
+        30.0, group="server", kind="float", help="seconds that running requests get after SIGTERM"
+    )
+    log_stats: bool = option(True, group="server", kind="bool", help="print throughput and queue lengths every 10 s")
+
+
+REMOVED = {
+    "calculate_kv_scales": "scales measured on the fly changed the output with the first request served. Remove it: "
+    "a checkpoint that carries k_scale/v_scale has them applied, others use scale 1",
+    "override_attention_dtype": "attention runs in the type of its KV cache. Remove it and use --kv-cache-dtype to "
+    "choose that type",
+}
+"""Options of other engines that people still pass: why they do not exist, and what to use."""
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def engine_options(**keywords: Any) -> EngineOptions:
+    """EngineOptions from Python keywords; an unknown one is an error that names it and the nearest."""
+    known = {field.name: field for field in dataclasses.fields(EngineOptions)}
+    for name, value in keywords.items():
+        if name in REMOVED:
+            raise StartError(f"{name} does not exist: {REMOVED[name]}")
+        if name not in known:
+            raise StartError(f"unknown option {name!r}{nearest(name, known)}")
+        if known[name].metadata["kind"] == "size" and isinstance(value, str):
+            keywords[name] = parse_size(value)
+    return EngineOptions(**keywords)
+
+
+def nearest(name: str, known: Any) -> str:
+    """'; did you mean ...?' or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "kib": 2**10,
+    "m": 10**6,
+    "mb": 10**6,
+    "mib": 2**20,
+    "g": 10**9,
+    "gb": 10**9,
+    "gib": 2**30,
+    "t": 10**12,
+    "tb": 10**12,
+    "tib": 2**40,
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from '512MiB', '2GB', '1.5g' or a plain number."""
+    number = text.strip().rstrip("bBiIkKmMgGtT")
+    unit = text.strip()[len(number) :].lower()
+    try:
+        value = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise StartError(f"{text!r} is not a size; write a number with a unit such as 512MiB or 2GB") from None
+    return int(value)
+
+
+def format_size(num_bytes: float) -> str:
+    """'1.5 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
