@@ -60,7 +60,9 @@ class EngineOptions:
         help="auto: the model's generation_config gives the sampling defaults of requests; none: plain defaults",
     )
     device: str = option("auto", group="machine", choices=("auto", "cpu"), help="where the model runs")
-    threads: int | None = option(group="machine", kind="int", help="CPU threads (default: the cores this process may use)")
+    threads: int | None = option(
+        group="machine", kind="int", help="CPU threads (default: the cores this process may use)"
+    )
     providers: str | None = option(
         group="machine",
         help="op providers in order of preference, separated by commas: host (native), torch (reference)",
@@ -71,7 +73,10 @@ class EngineOptions:
         help="bytes for the KV cache, such as 2GiB (default on a CPU: a share of the available memory)",
     )
     kv_cache_dtype: str = option(
-        "auto", group="memory", choices=("auto", "float16", "float32", "bfloat16"), help="type of cached keys and values"
+        "auto",
+        group="memory",
+        choices=("auto", "float16", "float32", "bfloat16"),
+        help="type of the cached keys and values",
     )
     block_size: int = option(16, group="memory", kind="int", help="tokens per KV block, a power of two")
     enable_prefix_caching: bool = option(

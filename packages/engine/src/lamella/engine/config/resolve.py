@@ -1,0 +1,232 @@
+"""From user options, model and machine to one frozen configuration, with the reason of every choice.
+
+Pure: the same arguments give the same result. Three moments, since some facts only exist later:
+
+    resolve(options, model, machine)            before loading
+    resolve_kv_memory(resolved, groups, ...)    weights are in memory, their bytes are known
+    resolve_token_budget(resolved, measured)    the prefill speed has been measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from lamella.engine.config.machine import Machine
+from lamella.engine.config.schema import EngineOptions, format_size
+from lamella.engine.errors import StartError
+from lamella.runner_v2.config import ModelConfig, RunnerConfig
+from lamella.runner_v2.step import KvGroup
+
+CPU_STEP_TARGET_S = 0.5
+CPU_MIN_TOKENS = 512
+CPU_MAX_TOKENS = 4096
+KV_SHARE = 0.4
+"""Of the memory that is still available once the weights are loaded."""
+
+
+class Decision(NamedTuple):
+    """One line of `lamella inspect`."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The configuration that everything is built from."""
+
+    options: EngineOptions
+    model: ModelConfig
+    runner: RunnerConfig
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_bytes: int
+    sampling_defaults: Mapping[str, Any]
+    decisions: tuple[Decision, ...]
+
+    def deciding(self, name: str, value: str, reason: str, **changes: Any) -> Resolved:
+        """A copy with one more decision taken."""
+        return replace(self, decisions=(*self.decisions, Decision(name, value, reason)), **changes)
+
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def resolve(options: EngineOptions, model_path: str, model: ModelConfig, machine: Machine) -> Resolved:
+    """Decide all that can be decided before loading. Raises StartError for options that cannot work."""
+    decisions: list[Decision] = []
+
+    def decide(name: str, value: Any, reason: str) -> Any:
+        decisions.append(Decision(name, str(value), reason))
+        return value
+
+    device = decide("device", "cpu", "given" if options.device != "auto" else "the only device of this build")
+    threads = options.threads or machine.cores
+    decide("threads", threads, "given" if options.threads else f"usable cores of this machine ({machine.cores})")
+    if options.dtype == "auto":
+        decide("dtype", "auto", "weights stay in the checkpoint's format; activations are float32 on a CPU")
+        providers = None
+    else:
+        decide("dtype", options.dtype, "given: all weights are turned into it, the reference ops serve")
+        providers = ("torch",)
+    if options.providers:
+        providers = tuple(name.strip() for name in options.providers.split(",") if name.strip())
+        decide("providers", ", ".join(providers), "given")
+    elif providers:
+        decide("providers", ", ".join(providers), "follows from dtype")
+    else:
+        decide("providers", "host, torch", "native kernels first, the reference where they do not serve")
+    max_model_len = options.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise StartError(
+            f"--max-model-len is {max_model_len}, but the model was made for {model.max_position} positions; beyond "
+            "them its answers are noise"
+        )
+    decide(
+        "max_model_len",
+        max_model_len,
+        "given" if options.max_model_len else "positions that the model was made for",
+    )
+    tokens = options.max_num_batched_tokens
+    runner_tokens = tokens or max(CPU_MAX_TOKENS, options.max_num_seqs)
+    num_drafts = _num_drafts(options.speculative_config)
+    defaults = _sampling_defaults(options, model)
+    decide(
+        "sampling defaults",
+        ", ".join(f"{k}={v}" for k, v in defaults.items()) or "none",
+        "--generation-config none" if options.generation_config == "none" else "generation_config of the model",
+    )
+    runner = RunnerConfig(
+        model_path=model_path,
+        device=device,
+        dtype=options.dtype,
+        kv_dtype=options.kv_cache_dtype,
+        providers=providers,
+        num_threads=threads,
+        block_size=options.block_size,
+        max_num_rows=options.max_num_seqs,
+        max_num_tokens=runner_tokens,
+        max_model_len=max_model_len,
+        max_num_drafts=num_drafts,
+        dummy_weights=options.load_format == "dummy",
+    )
+    decide("max_num_seqs", options.max_num_seqs, "given or default")
+    decide("block_size", options.block_size, "given or default")
+    decide("prefix caching", "on" if options.enable_prefix_caching else "off", "given or default")
+    if options.speculative_config:
+        decide("speculation", options.speculative_config.get("method", "?"), "given")
+    return Resolved(
+        options=options,
+        model=model,
+        runner=runner,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=tokens or 0,
+        kv_bytes=options.kv_cache_memory or 0,
+        sampling_defaults=defaults,
+        decisions=tuple(decisions),
+    )
+
+
+def resolve_kv_memory(resolved: Resolved, groups: Sequence[KvGroup], free_bytes: int) -> Resolved:
+    """Decide the bytes of the KV cache, and shorten max_model_len to what they hold where the user left it open.
+
+    free_bytes: memory that is available once the weights are loaded.
+    """
+    options = resolved.options
+    per_sequence = sequence_bytes(groups, resolved.max_model_len, resolved.runner.max_num_tokens)
+    useful = per_sequence * resolved.max_num_seqs
+    if options.kv_cache_memory:
+        kv_bytes, reason = options.kv_cache_memory, "given"
+        if kv_bytes > free_bytes:
+            raise StartError(
+                f"--kv-cache-memory is {format_size(kv_bytes)}, but only {format_size(free_bytes)} of memory are "
+                "available once the weights are loaded"
+            )
+    else:
+        share = int(free_bytes * KV_SHARE)
+        kv_bytes = min(share, useful)
+        reason = (
+            f"{KV_SHARE:.0%} of the {format_size(free_bytes)} that are available"
+            if kv_bytes == share
+            else f"all that {resolved.max_num_seqs} sequences of {resolved.max_model_len} tokens can use"
+        )
+    resolved = resolved.deciding("KV cache", format_size(kv_bytes), reason, kv_bytes=kv_bytes)
+    if kv_bytes >= per_sequence:
+        return resolved
+    longest = _longest_that_fits(groups, kv_bytes, resolved)
+    if options.max_model_len or longest < 1:
+        raise StartError(
+            f"the KV cache of {format_size(kv_bytes)} does not hold one sequence of {resolved.max_model_len} tokens "
+            f"({format_size(per_sequence)}); the longest that fits is {longest}: lower --max-model-len or raise "
+            "--kv-cache-memory"
+        )
+    return resolved.deciding(
+        "max_model_len",
+        str(longest),
+        f"lowered from {resolved.max_model_len}: the longest sequence that the KV cache holds",
+        max_model_len=longest,
+        runner=replace(resolved.runner, max_model_len=longest),
+    )
+
+
+def sequence_bytes(groups: Sequence[KvGroup], num_tokens: int, max_step_tokens: int) -> int:
+    """KV bytes that one sequence of num_tokens holds at most, the null block included once per group."""
+    total = 0
+    for group in groups:
+        held = num_tokens
+        if group.kind == "sliding" and group.window is not None:
+            held = min(num_tokens, group.window + max_step_tokens)
+        blocks = -(-held // group.block_size) + 1
+        total += blocks * group.bytes_per_block
+    return total
+
+
+def _longest_that_fits(groups: Sequence[KvGroup], kv_bytes: int, resolved: Resolved) -> int:
+    low, high = 0, resolved.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sequence_bytes(groups, middle, resolved.runner.max_num_tokens) <= kv_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def resolve_token_budget(resolved: Resolved, prefill_tokens_per_s: float | None) -> Resolved:
+    """Decide max_num_batched_tokens from a measured prefill speed, unless the user gave it."""
+    if resolved.options.max_num_batched_tokens:
+        return resolved.deciding("max_num_batched_tokens", str(resolved.options.max_num_batched_tokens), "given")
+    assert prefill_tokens_per_s is not None
+    fitting = int(prefill_tokens_per_s * CPU_STEP_TARGET_S) // 64 * 64
+    budget = max(CPU_MIN_TOKENS, resolved.max_num_seqs, min(fitting, CPU_MAX_TOKENS))
+    return resolved.deciding(
+        "max_num_batched_tokens",
+        str(budget),
+        f"measured {prefill_tokens_per_s:.0f} prompt tokens/s: a step of {budget} takes "
+        f"{budget / prefill_tokens_per_s:.2f} s (target {CPU_STEP_TARGET_S} s, at least {CPU_MIN_TOKENS} tokens)",
+        max_num_batched_tokens=budget,
+    )
+
+
+def _num_drafts(config: Mapping[str, Any] | None) -> int:
+    if config is None:
+        return 0
+    number = config.get("num_speculative_tokens", 4)
+    if not isinstance(number, int) or not 1 <= number <= 64:
+        raise StartError(f"speculative config: num_speculative_tokens must be 1 to 64, got {number!r}")
+    return number
+
+
+def _sampling_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, Any]:
+    if options.generation_config == "none":
+        return {}
+    found = {name: model.generation[name] for name in SAMPLING_DEFAULTS if model.generation.get(name) is not None}
+    if model.generation.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+        found["temperature"] = 0.0
+    return found
