@@ -30,6 +30,9 @@ class RopeConfig:
     """Leading dimensions that rotate; None: the whole head."""
     interleaved: bool = False
     """Pairs (2i, 2i + 1) instead of (i, i + d/2)."""
+    freq_factors: tuple[float, ...] | None = None
+    """Divisors of the inverse frequencies, one per rotated pair, after `kind` has had its effect (GGUF files of Llama 3
+    carry the llama3 scaling in this form)."""
 
 
 @dataclass(frozen=True, slots=True)

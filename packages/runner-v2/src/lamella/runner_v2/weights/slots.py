@@ -16,7 +16,7 @@ Canonical keys (the same for every family and file format):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -25,15 +25,18 @@ import torch
 from lamella.runner_v2.config import ModelConfig
 from lamella.runner_v2.quant.scheme import WeightFormat
 
-ShardKind = Literal["replicated", "rows", "columns"]
+ShardKind = Literal["replicated", "rows", "columns", "vocab", "first"]
 
 
 class Shard(NamedTuple):
     """How a tensor is cut over tensor-parallel ranks.
 
     rows: the output dimension is cut into tp_size equal pieces of whole units; columns: the input dimension.
-    A unit is unit_len rows or columns (head_dim for q, k, v, o). Where num_units < tp_size (few KV heads) each unit is
-    replicated on tp_size / num_units neighbouring ranks.
+    A unit is unit_len rows or columns (head_dim for q, k, v, o). Where rows have fewer units than ranks (few KV heads)
+    each unit is replicated on tp_size / num_units neighbouring ranks.
+    vocab: rank r holds rows [r * n, (r + 1) * n) with n = ceil(rows / tp_size); rows beyond the end are zeros, so the
+    gathered logits are cut to vocab_size.
+    first: rank 0 holds it, the others zeros (a bias that joins a partial sum).
     """
 
     kind: ShardKind = "replicated"
@@ -87,10 +90,22 @@ class Checkpoint(Protocol):
     def format_of(self, key: str) -> WeightFormat:
         """Storage format; CheckpointError naming the tensor if it is missing."""
 
-    def read(self, part: Part, tp_rank: int, tp_size: int) -> RawPart:
-        """The part, cut for the rank. CheckpointError if missing, misshapen or truncated."""
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Shape of the tensor in the whole model; CheckpointError naming the tensor if it is missing."""
 
-    def unread(self) -> list[str]:
-        """Names of tensors in the files that no part has asked for and that are not known to be ignorable."""
+    def place_of(self, key: str) -> tuple[int, int]:
+        """(file, offset in it): reading in this order is sequential."""
+
+    def name_of(self, key: str) -> str:
+        """What the files call the tensor of this key."""
+
+    def read(self, part: Part, tp_rank: int, tp_size: int) -> RawPart:
+        """The part, cut for the rank. CheckpointError if missing, misshapen or truncated.
+
+        The data may be a view of the mapped file: do not write to it, and copy what must outlive close().
+        """
+
+    def unread(self, wanted: Collection[str]) -> list[str]:
+        """Names of tensors in the files that are neither under these keys nor known to be ignorable."""
 
     def close(self) -> None: ...
