@@ -1,7 +1,9 @@
 """Messages between the client side and the core process: msgpack, positional, append-only, recordable.
 
 client -> core   Add, Abort, Call
-core -> client   Ready, Batch, CallResult, Dead
+core -> client   Progress*, Ready, (Batch | CallResult)*, Dead
+
+A core that cannot start says Dead instead of Ready. The call `shutdown` ends the core without a Dead.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ class Add(msgspec.Struct, tag="add", array_like=True, gc=False):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, gc=False):
-    """These requests are no longer wanted (client went away, or a stop string was found)."""
+    """These are no longer wanted (client went away, or a stop string was found).
+
+    Each entry is a request id, which ends all its sequences, or `sequence_id(request_id, index)`, which ends one of
+    them. Unknown and already finished ones are ignored. The client expects no answer, and ignores what still comes.
+    """
 
     request_ids: list[str]
     reason: str = "abort"
@@ -103,6 +109,17 @@ class Dead(msgspec.Struct, tag="dead", array_like=True):
     """The core ends: the last message it sends."""
 
     reason: str
+
+
+def sequence_id(request_id: str, index: int) -> str:
+    """How an Abort names one sequence of a request. Request ids hold no '#'."""
+    return f"{request_id}#{index}"
+
+
+def parse_sequence_id(name: str) -> tuple[str, int | None]:
+    """(request id, index) of an Abort's entry; index None: the whole request."""
+    request_id, hash_mark, index = name.partition("#")
+    return request_id, int(index) if hash_mark else None
 
 
 ToCore = Add | Abort | Call
