@@ -43,8 +43,9 @@ class Site:
 class Picked(NamedTuple):
     """What a layer gets.
 
-    pack(parts) makes named tensors of raw weights (pure; the store keeps them); bind(packed) makes of those tensors the
-    handle that run takes (once, at load); run is the hot path and checks nothing.
+    pack(parts) makes named tensors of raw weights (pure; the store keeps them); bind(packed, ...) makes of those
+    tensors the handle that run takes (once, at load); run is the hot path and checks nothing. pack and bind are None
+    for ops without weights. What bind takes beside the packed tensors is in the op's contract.
     """
 
     op: str
@@ -53,6 +54,9 @@ class Picked(NamedTuple):
     pack: Callable[..., Mapping[str, torch.Tensor]] | None = None
     bind: Callable[..., Any] | None = None
     batch_invariant: bool = False
+    """A row's bits do not depend on what else is in the batch, nor on how its prompt was cut into chunks."""
+    max_num_tokens: int | None = None
+    """The implementation serves up to so many tokens of a step; the table lets the next provider serve longer ones."""
 
 
 class Provider(Protocol):
