@@ -4,7 +4,7 @@
   lamella bench throughput smollm2 --num-prompts 64 --input-len 128 --output-len 128
   lamella bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16
 
-Each prints a table; --json FILE writes {"machine", "commit", "date", "rows": [...]}, --plot FILE draws a PNG, SVG or HTML.
+Each prints a table; --json FILE writes {"machine", "commit", "date", "rows": [...]}, --plot FILE draws a picture.
 `lamella bench WHAT --help` lists the options of each.
 """
 
