@@ -1,3 +1,20 @@
 #include <pybind11/pybind11.h>
 
-PYBIND11_MODULE(_C, m) { m.attr("build_id") = LAMELLA_BUILD_ID; }
+#include "host/pool.h"
+
+namespace py = pybind11;
+
+#ifdef LAMELLA_HAS_SAMPLING
+void bind_sampling(py::module_& m);
+#endif
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("build_id") = LAMELLA_BUILD_ID;
+  m.def(
+      "set_num_threads", [](int count) { lamella::host::Pool::get().resize(count); },
+      py::arg("count"), py::call_guard<py::gil_scoped_release>());
+  m.def("num_threads", [] { return lamella::host::Pool::get().size(); });
+#ifdef LAMELLA_HAS_SAMPLING
+  bind_sampling(m);
+#endif
+}
