@@ -1,0 +1,124 @@
+"""Every choice is made once, for a stated reason, and impossible ones are refused with figures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lamella.engine.config.machine import Machine
+from lamella.engine.config.resolve import (
+    CPU_MIN_TOKENS,
+    Resolved,
+    resolve,
+    resolve_kv_memory,
+    resolve_token_budget,
+    sequence_bytes,
+)
+from lamella.engine.config.schema import engine_options
+from lamella.engine.errors import StartError
+from lamella.runner_v2.config import LayerConfig, ModelConfig, RopeConfig
+from lamella.runner_v2.step import KvGroup
+
+MACHINE = Machine(cores=2, available_bytes=8 << 30, total_bytes=16 << 30, name="test")
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=256,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    layers=(LayerConfig(),) * 2,
+    ropes=(RopeConfig(),),
+    max_position=2048,
+    norm_eps=1e-5,
+    attention_scale=0.25,
+    generation={"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 99},
+)
+FULL = KvGroup(name="full", kind="full", block_size=16, bytes_per_block=1 << 20, layers=(0,))
+SLIDING = KvGroup(name="sliding", kind="sliding", block_size=16, bytes_per_block=1 << 20, layers=(1,), window=64)
+
+
+def resolved(**options: object) -> Resolved:
+    return resolve(engine_options(model="m", **options), "/m", MODEL, MACHINE)
+
+
+def reason(result: Resolved, name: str) -> str:
+    return next(d.reason for d in reversed(result.decisions) if d.name == name)
+
+
+def test_defaults_have_reasons() -> None:
+    result = resolved()
+    assert (result.max_model_len, result.runner.num_threads, result.runner.dtype) == (2048, 2, "auto")
+    assert all(decision.reason for decision in result.decisions)
+    assert result.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+    assert resolved(generation_config="none").sampling_defaults == {}
+
+
+def test_given_options_win() -> None:
+    result = resolved(threads=1, max_model_len=128, dtype="float32", providers="torch")
+    assert (result.runner.num_threads, result.max_model_len) == (1, 128)
+    assert result.runner.providers == ("torch",)
+    assert reason(result, "threads") == "given"
+
+
+def test_dtype_chooses_the_reference() -> None:
+    assert resolved(dtype="float32").runner.providers == ("torch",)
+    assert resolved().runner.providers is None
+
+
+def test_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(StartError, match="2049.*2048"):
+        resolved(max_model_len=2049)
+
+
+def test_kv_memory_is_a_share_but_never_more_than_useful() -> None:
+    small = resolve_kv_memory(resolved(), [FULL], free_bytes=1 << 30)
+    assert small.kv_bytes == int((1 << 30) * 0.4)
+    assert "40%" in reason(small, "KV cache")
+    large = resolve_kv_memory(resolved(max_num_seqs=2), [FULL], free_bytes=1 << 40)
+    assert large.kv_bytes == 2 * 129 * (1 << 20)
+    assert "2 sequences" in reason(large, "KV cache")
+
+
+def test_kv_memory_beyond_what_is_there_is_refused() -> None:
+    with pytest.raises(StartError, match="only 1.0 GiB"):
+        resolve_kv_memory(resolved(kv_cache_memory="2GiB"), [FULL], free_bytes=1 << 30)
+
+
+def test_max_model_len_shrinks_to_what_fits_unless_given() -> None:
+    result = resolve_kv_memory(resolved(kv_cache_memory="33MiB"), [FULL], free_bytes=1 << 30)
+    assert result.max_model_len == 512 == result.runner.max_model_len
+    assert "lowered from 2048" in reason(result, "max_model_len")
+    with pytest.raises(StartError, match="longest that fits is 512"):
+        resolve_kv_memory(resolved(kv_cache_memory="33MiB", max_model_len=1024), [FULL], free_bytes=1 << 30)
+
+
+def test_sliding_groups_hold_a_window_and_a_step() -> None:
+    assert sequence_bytes([SLIDING], 2048, 32) == ((64 + 32) // 16 + 1) << 20
+    assert sequence_bytes([SLIDING], 16, 32) == 2 << 20
+    assert sequence_bytes([FULL, SLIDING], 2048, 32) == sequence_bytes([FULL], 2048, 32) + (7 << 20)
+
+
+@pytest.mark.parametrize(("speed", "budget"), [(100.0, CPU_MIN_TOKENS), (3000.0, 1472), (1e6, 4096)])
+def test_token_budget_follows_the_measured_speed(speed: float, budget: int) -> None:
+    result = resolve_token_budget(resolved(), speed)
+    assert result.max_num_batched_tokens == budget
+    assert "prompt tokens/s" in reason(result, "max_num_batched_tokens")
+
+
+def test_given_token_budget_needs_no_measurement() -> None:
+    assert resolve_token_budget(resolved(max_num_batched_tokens=100), None).max_num_batched_tokens == 100
+
+
+def test_speculation_bounds_are_checked() -> None:
+    assert resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).runner.max_num_drafts == 3
+    with pytest.raises(StartError, match="num_speculative_tokens"):
+        resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 0})
+
+
+def test_greedy_generation_config_means_temperature_zero() -> None:
+    model = dataclasses.replace(MODEL, generation={"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1})
+    result = resolve(engine_options(model="m"), "/m", model, MACHINE)
+    assert result.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
