@@ -8,6 +8,7 @@ EngineError                 base; `status` is what an HTTP client sees
 ├── OverloadedError         503 with Retry-After: a queue is full, or the server drains
 ├── EngineDeadError         503: the core process ended
 └── StartError              the engine cannot start (option, model, port); printed as one line, exit code 1
+    └── CapacityError           the KV cache cannot hold one request of the longest length; says what would fit
 """
 
 from __future__ import annotations
@@ -63,3 +64,11 @@ class EngineDeadError(EngineError):
 
 class StartError(EngineError):
     """The engine cannot start."""
+
+
+class CapacityError(StartError):
+    """The KV cache cannot hold one request of the longest length; `max_len` tokens would fit."""
+
+    def __init__(self, message: str, max_len: int = 0) -> None:
+        super().__init__(message)
+        self.max_len = max_len

@@ -137,6 +137,8 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     arrival_s: float = 0.0
     cache_salt: str | None = None
     adapter: str | None = None
+    use_prefix_cache: bool = True
+    """False: neither reads the prefix cache nor leaves blocks in it."""
 
 
 class Logprob(msgspec.Struct, array_like=True, gc=False):

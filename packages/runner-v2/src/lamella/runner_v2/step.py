@@ -73,18 +73,25 @@ class NewRow(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to a row's table in one group."""
+    """Blocks that join a row's table in one group: table[start : start + len(block_ids)] = block_ids.
+
+    start is where the table ends for the scheduler, which may lie left of what it sent before: blocks that held only
+    rejected drafts can have been taken back.
+    """
 
     row: int
     group: int
     block_ids: list[int]
+    start: int
 
 
 class Work(NamedTuple):
     """What a step computes, as parallel tuples in batch order.
 
     query_lens[i] tokens of row rows[i] from its computed_len on; the last verify_lens[i] of them are drafts
-    (so a decode row has query_len 1 + verify_len). At the end of the step up to propose_lens[i] drafts are made.
+    (so a decode row has query_len 1 + verify_len). They are the first verify_lens[i] drafts that the row holds; where
+    it holds fewer (a step planned before the count was known), the missing ones are -1 and count as rejected. At the
+    end of the step up to propose_lens[i] drafts are made.
     """
 
     rows: tuple[int, ...]
