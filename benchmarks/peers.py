@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import lamella.engine as lamella
-
-
-class Timing(tuple[float, float]):
-    """(prefill seconds, decode seconds) of one run."""
+from lamella.runner_v2.testing.reference import load_reference
 
 
 class Peer(Protocol):
@@ -61,18 +60,11 @@ class Transformers:
     """transformers' forward pass with its cache, bfloat16 or float32 weights from the same file."""
 
     def __init__(self, path: Path, threads: int, dtype: str) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         torch.set_num_threads(threads)
-        self._torch = torch
         self.name = f"transformers {'bf16' if dtype == 'bfloat16' else 'fp32'}"
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=getattr(torch, dtype)
-        ).eval()
+        self._model = load_reference(path, getattr(torch, dtype))
 
     def run(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[float, float]:
-        torch = self._torch
         with torch.inference_mode():
             ids = torch.tensor([list(p) for p in prompts])
             start = time.perf_counter()
