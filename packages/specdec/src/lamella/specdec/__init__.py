@@ -1,0 +1,30 @@
+"""Speculative decoding for any engine: drafters propose tokens, verification keeps what the target would have said.
+
+Importing this package needs nothing but Python. `lamella.specdec.verify.greedy` and `.one_hot` need torch (the extra
+`torch`); `lamella.specdec.verify.reference` says the same in plain Python.
+"""
+
+from lamella.specdec.batch import DraftBatch, Rows, Verdict
+from lamella.specdec.config import NgramConfig, parse_speculative_config
+from lamella.specdec.drafters.ngram import NgramDrafter
+from lamella.specdec.errors import ConfigError, InputError, SpecdecError
+from lamella.specdec.length.fixed import FixedLength
+from lamella.specdec.protocols import Drafter, DrafterNeeds, DraftView
+from lamella.specdec.stats import AcceptanceStats
+
+__all__ = [
+    "AcceptanceStats",
+    "ConfigError",
+    "DraftBatch",
+    "DraftView",
+    "Drafter",
+    "DrafterNeeds",
+    "FixedLength",
+    "InputError",
+    "NgramConfig",
+    "NgramDrafter",
+    "Rows",
+    "SpecdecError",
+    "Verdict",
+    "parse_speculative_config",
+]

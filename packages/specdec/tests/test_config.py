@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lamella.specdec import ConfigError, NgramConfig, parse_speculative_config
+from lamella.specdec.config import OTHER_KEYS, OTHER_METHODS
+
+
+def test_reads_vllms_words():
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    assert parse_speculative_config(text) == NgramConfig(5, 2, 4, "rightmost")
+
+
+@pytest.mark.parametrize(
+    ("given", "shortest", "longest"),
+    [
+        ({}, 5, 5),
+        ({"prompt_lookup_max": 3}, 3, 3),
+        ({"prompt_lookup_min": 2}, 2, 2),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": None}, 2, 2),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 7}, 1, 7),
+    ],
+)
+def test_one_lookup_length_copies_the_other(given, shortest, longest):
+    config = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3, **given})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (shortest, longest)
+
+
+@pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+def test_the_method_may_stand_in_the_models_place(model):
+    assert parse_speculative_config({"model": model, "num_speculative_tokens": 3}).num_speculative_tokens == 3
+
+
+def test_match_chooses_the_occurrence():
+    config = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3, "match": "earliest"})
+    assert config.match == "earliest"
+
+
+GOOD = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        ('"ngram"', "must be a JSON object"),
+        ({}, "method is missing"),
+        ({"method": "telepathy", "num_speculative_tokens": 1}, "'telepathy', there is no such method"),
+        ({"model": "org/small", "num_speculative_tokens": 1}, "'org/small'"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({**GOOD, "prompt_lookup": 3}, "unknown key 'prompt_lookup'"),
+        ({**GOOD, "num_speculative_tokens": 0}, r"num_speculative_tokens must be in \[1, 128\], got 0"),
+        ({**GOOD, "num_speculative_tokens": 129}, "got 129"),
+        ({**GOOD, "num_speculative_tokens": True}, "must be an integer, got True"),
+        ({**GOOD, "num_speculative_tokens": 2.5}, "must be an integer, got 2.5"),
+        ({**GOOD, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4, above prompt_lookup_max 3"),
+        ({**GOOD, "prompt_lookup_max": 65}, r"prompt_lookup_max must be in \[1, 64\], got 65"),
+        ({**GOOD, "prompt_lookup_min": 0, "prompt_lookup_max": 5}, "prompt_lookup_min must be in"),
+        ({**GOOD, "match": "leftmost"}, "match must be"),
+        ({**GOOD, "match": 3}, "match must be"),
+    ],
+)
+def test_mistakes_are_named(value, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_speculative_config(value)
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_methods_of_others_are_refused_by_name(method):
+    with pytest.raises(ConfigError, match=f"method is '{method}', it is not supported yet"):
+        parse_speculative_config(json.dumps({"method": method, "num_speculative_tokens": 1}))
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_keys_of_other_methods_are_refused_by_name(key):
+    with pytest.raises(ConfigError, match=f"'{key}' is not supported with method"):
+        parse_speculative_config({**GOOD, key: 1})
