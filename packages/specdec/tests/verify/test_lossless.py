@@ -69,7 +69,7 @@ def test_one_hot_verification_keeps_the_joint_law_exactly(vocab_size, num_drafts
 
 
 def test_a_wrong_rule_would_be_noticed():
-    """Emitting the rejected row's draft instead of its sample must not keep the law, or the test above proves nothing."""
+    """Emitting the rejected row's draft instead of its sample breaks the law; else the test above proves nothing."""
     model = ScriptedModel(3, 1)
     expected = law_of_target(model, 2)
     law: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
