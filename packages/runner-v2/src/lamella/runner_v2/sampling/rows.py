@@ -101,6 +101,9 @@ class RowTransform(Protocol):
     def remove(self, row: int) -> None:
         """The device row is free; no effect where it was not added."""
 
+    def touches(self, layout: LogitsRows) -> npt.NDArray[np.bool_]:
+        """[L] which logits rows it may change."""
+
     def apply(self, logits: torch.Tensor, layout: LogitsRows) -> None:
         """Change logits [L, V] float32 in place."""
 

@@ -10,47 +10,122 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from lamella.runner_v2.errors import UnsupportedError
+from lamella.runner_v2.sampling.bad_words import BadWords
+from lamella.runner_v2.sampling.bias import Bias
+from lamella.runner_v2.sampling.choice import ChoiceTable
+from lamella.runner_v2.sampling.kernels import SamplingKernels, TorchKernels
+from lamella.runner_v2.sampling.logprobs import NONE, token_logprobs
+from lamella.runner_v2.sampling.masks import locate
 from lamella.runner_v2.sampling.params import RowParams
-from lamella.runner_v2.sampling.rows import INFINITE, NONE_ALLOWED, NOT_A_NUMBER, LogitsRows, SampleResult
+from lamella.runner_v2.sampling.penalties import Penalties
+from lamella.runner_v2.sampling.rows import NOT_A_NUMBER, LogitsRows, RowTransform, SampleResult
 from lamella.runner_v2.step import Mask, TokenLogprobs
 
 
 class Sampler:
-    """Sampling state of all device rows. max_drafts: most drafts of a row in one step."""
+    """Sampling state of all device rows. max_drafts: most drafts of a row in one step.
 
-    def __init__(self, vocab_size: int, max_num_rows: int, device: torch.device | str, max_drafts: int = 0) -> None:
+    kernels: who does the work on whole vocabularies; None: the fastest that serves the device.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_rows: int,
+        device: torch.device | str,
+        max_drafts: int = 0,
+        kernels: SamplingKernels | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
-        self.max_num_rows = max_num_rows
-        self.device = torch.device(device)
         self.max_drafts = max_drafts
+        self.kernels = kernels if kernels is not None else TorchKernels()
+        self._choice = ChoiceTable(max_num_rows)
+        self._transforms: tuple[RowTransform, ...] = (
+            Bias(vocab_size, max_num_rows, torch.device(device)),
+            Penalties(vocab_size, max_num_rows, self.kernels.penalise),
+            BadWords(vocab_size, max_num_rows),
+        )
+        self._num_logprobs = np.full(max_num_rows, NONE, np.int32)
 
     def add(self, row: int, params: RowParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """The device row got a new owner (also after a preemption: then output_ids is what it had emitted)."""
-        if not params.greedy or params.num_logprobs is not None:
-            raise UnsupportedError("only greedy rows without logprobs can be sampled")
+        self._choice.add(row, params, self.vocab_size)
+        for transform in self._transforms:
+            transform.add(row, params, prompt_ids, output_ids)
+        self._num_logprobs[row] = NONE if params.num_logprobs is None else params.num_logprobs
 
     def remove(self, row: int) -> None:
         """The device row is free. No effect on a row that was never added."""
+        self._choice.remove(row)
+        for transform in self._transforms:
+            transform.remove(row)
+        self._num_logprobs[row] = NONE
 
     def sample(self, logits: torch.Tensor, layout: LogitsRows, masks: Sequence[Mask] = ()) -> SampleResult:
         """Choose a token for each of the L rows of logits [L, V] float32, which may be changed in place.
 
         masks: allowed tokens of single rows (device row, draft index), applied before everything else.
         """
-        best, ids = logits.max(dim=-1)
-        status = torch.zeros(len(ids), dtype=torch.uint8)
-        status[torch.isneginf(best)] = NONE_ALLOWED
-        status[torch.isposinf(best)] = INFINITE
-        status[torch.isnan(best)] = NOT_A_NUMBER
-        return SampleResult(ids.to(torch.int32), status)
+        transforms = [t for t in self._transforms if t.num_active and t.touches(layout).any()]
+        located = locate(masks, layout, self.vocab_size) if masks else None
+
+        num_logprobs = self._num_logprobs[layout.rows]
+        asked = np.flatnonzero(num_logprobs != NONE).astype(np.int32)
+        edited = np.zeros(len(layout.rows), bool)
+        if len(asked) and (transforms or located is not None):
+            for transform in transforms:
+                edited |= transform.touches(layout)
+            if located is not None:
+                edited[located.logits_rows] = True
+        copied = asked[edited[asked]]
+        raw = logits[torch.from_numpy(copied.astype(np.int64)).to(logits.device)] if len(copied) else None
+
+        if located is not None:
+            self.kernels.mask(logits, located)
+        for transform in transforms:
+            transform.apply(logits, layout)
+        if self._choice.any_random(layout):
+            ids, status = self.kernels.choose(logits, self._choice.gather(layout))
+        else:
+            ids, status = self.kernels.greedy(logits)
+        if not len(asked):
+            return SampleResult(ids, status)
+
+        found: list[TokenLogprobs | None] = [None] * len(ids)
+        everywhere = np.arange(len(copied), dtype=np.int32)
+        for source, places, rows in (
+            (logits, asked[~edited[asked]], asked[~edited[asked]]),
+            (raw, copied, everywhere),
+        ):
+            if source is None or not len(places):
+                continue
+            chosen = ids[torch.from_numpy(places.astype(np.int64)).to(ids.device)]
+            entries = token_logprobs(self.kernels, source, rows, chosen, num_logprobs[places])
+            for i, entry in zip(places.tolist(), entries):
+                if entry.logprobs[0] != entry.logprobs[0]:
+                    status[i] = NOT_A_NUMBER  # a NaN that a mask hid
+                found[i] = entry
+        if status.any():
+            found = [None if s else entry for entry, s in zip(found, status.tolist())]
+        return SampleResult(ids, status, found)
 
     def advance(self, rows: Sequence[int], num_tokens: Sequence[int], token_ids: Sequence[int]) -> None:
         """These device rows emitted so many tokens each (accepted drafts + 1; 0: none), one after another in
         token_ids. What was sampled and not accepted must not be told."""
+        listeners = [t for t in self._transforms if t.num_active]
+        if not listeners:
+            return
+        end = 0
+        for row, count in zip(rows, num_tokens):
+            start, end = end, end + count
+            for listener in listeners if count else ():
+                listener.advance(row, token_ids[start:end])
 
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens: target_ids[i] at logits [n, V] row i, and the k best (-1: all)."""
-        raise UnsupportedError("prompt logprobs")
+        rows = np.arange(len(target_ids), dtype=np.int32)
+        given = torch.tensor(target_ids, dtype=torch.int32, device=logits.device)
+        return token_logprobs(self.kernels, logits, rows, given, np.full(len(rows), k, np.int32))
