@@ -30,6 +30,15 @@ class AttentionLimits(NamedTuple):
     max_model_len: int
 
 
+class QueryTile(NamedTuple):
+    """Queries that the reference computes at once: num_queries of each of G rows, with the keys that they may see."""
+
+    tokens: torch.Tensor  # [G, num_queries] int64 index of each query in the batch
+    blocks: torch.Tensor  # [G, num_blocks] int64 ids of the blocks that hold the keys, in order
+    key_mask: torch.Tensor  # [G, num_blocks * block_size] bool: holds a key of the row
+    mask: torch.Tensor  # [G, 1, num_queries, num_blocks * block_size] bool: the query sees the key
+
+
 class PagedPlan(NamedTuple):
     """What the reference backend needs of a step, for one group."""
 
@@ -41,3 +50,5 @@ class PagedPlan(NamedTuple):
     tables: torch.Tensor  # [R, max_blocks] int64
     query_start: list[int]  # R + 1 values
     seq_lens: list[int]  # R values
+    tiles: list[QueryTile]
+    """Empty where every query is computed by itself."""

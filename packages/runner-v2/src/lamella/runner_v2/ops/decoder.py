@@ -86,7 +86,7 @@ def decoder_layer(hidden: torch.Tensor, plan: Any, cache: LayerCache, handle: De
 
     num_tokens, head_dim = hidden.shape[0], config.head_dim
     qkv = linear(norm("attn_norm", hidden), handle.linears["qkv"]).view(num_tokens, -1, head_dim)
-    q, k, v = qkv.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    q, k, v = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
     if config.qk_norm:
         q, k = norm("q_norm", q), norm("k_norm", k)
     rope(q, k, plan.positions, handle.rope, config.ropes[handle.layer.rope_idx].interleaved)

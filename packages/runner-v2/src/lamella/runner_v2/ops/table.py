@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     """None: nobody, a smaller op was asked for instead."""
     refused: Mapping[str, str]
     """Provider -> reason, for those asked before."""
-    count: int
+    num_sites: int
     """How many places of the model have this site."""
 
 
@@ -87,8 +87,8 @@ class OpTable:
         complete = bool(ranges) and ranges[-1].max_num_tokens is None
         name = " | ".join(p.provider for p in ranges) if complete else None
         key = _key(site)
-        count = self._choices[key].count + 1 if key in self._choices else 1
-        self._choices[key] = Choice(site.op, key[1], name, refused, count)
+        num_sites = self._choices[key].num_sites + 1 if key in self._choices else 1
+        self._choices[key] = Choice(site.op, key[1], name, refused, num_sites)
         if not complete:
             return None
         return ranges[0] if len(ranges) == 1 else _compose(ranges)
