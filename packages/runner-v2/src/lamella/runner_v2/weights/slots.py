@@ -43,6 +43,9 @@ class Shard(NamedTuple):
     unit_len: int = 1
 
 
+_REPLICATED = Shard()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of the checkpoint that a slot needs."""
@@ -51,7 +54,7 @@ class Part:
     """Canonical."""
     shape: tuple[int, ...]
     """In the whole model."""
-    shard: Shard = Shard()
+    shard: Shard = _REPLICATED
     optional: bool = False
 
 
