@@ -6,12 +6,14 @@ use the same number of threads. Ids are given, so no tokenizer is in the way.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 import lamella.engine as lamella
@@ -83,64 +85,55 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's low-level calls."""
+    """llama.cpp through llama-cpp-python's low-level calls, one sequence."""
 
     name = "llama.cpp"
 
-    def __init__(self, path: Path, threads: int, batch: int, length: int) -> None:
-        import llama_cpp
-        import numpy
-
-        self._c, self._np = llama_cpp, numpy
-        self._llm = llama_cpp.Llama(
+    def __init__(self, path: Path, threads: int, length: int) -> None:
+        self._c = importlib.import_module("llama_cpp")
+        self._llm = self._c.Llama(
             str(path),
-            n_ctx=batch * (length + 8),
-            n_seq_max=batch,
-            n_batch=max(512, batch * length),
+            n_ctx=length + 8,
+            n_batch=length,
             n_ubatch=512,
             n_threads=threads,
             n_threads_batch=threads,
             verbose=False,
         )
+        self._context = self._llm._ctx.ctx
+        self._vocab = self._llm.n_vocab()
 
     def run(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[float, float]:
-        c, context = self._c, self._llm._ctx.ctx
-        c.llama_memory_clear(c.llama_get_memory(context), True)
+        (prompt,) = prompts
+        c = self._c
+        c.llama_memory_clear(c.llama_get_memory(self._context), True)
+        batch = c.llama_batch_init(len(prompt), 0, 1)
         start = time.perf_counter()
-        batch = c.llama_batch_init(sum(map(len, prompts)), 0, 1)
-        last = []
-        for seq, prompt in enumerate(prompts):
-            for position, token in enumerate(prompt):
-                self._put(batch, token, position, seq, position == len(prompt) - 1)
-            last.append(batch.n_tokens - 1)
-        tokens = self._decode(batch, last)
+        for position, token in enumerate(prompt):
+            self._put(batch, token, position, position == len(prompt) - 1)
+        token = self._decode(batch, len(prompt) - 1)
         first = time.perf_counter() - start
         for step in range(num_new - 1):
             batch.n_tokens = 0
-            for seq, token in enumerate(tokens):
-                self._put(batch, token, len(prompts[seq]) + step, seq, True)
-            tokens = self._decode(batch, list(range(len(prompts))))
+            self._put(batch, token, len(prompt) + step, True)
+            token = self._decode(batch, 0)
+        total = time.perf_counter() - start
         c.llama_batch_free(batch)
-        return first, time.perf_counter() - start - first
+        return first, total - first
 
-    def _put(self, batch: Any, token: int, position: int, seq: int, logits: bool) -> None:
+    def _put(self, batch: Any, token: int, position: int, logits: bool) -> None:
         i = batch.n_tokens
         batch.token[i], batch.pos[i], batch.logits[i] = token, position, logits
         batch.n_seq_id[i] = 1
-        batch.seq_id[i][0] = seq
+        batch.seq_id[i][0] = 0
         batch.n_tokens = i + 1
 
-    def _decode(self, batch: Any, rows: list[int]) -> list[int]:
-        context = self._llm._ctx.ctx
-        code = self._c.llama_decode(context, batch)
+    def _decode(self, batch: Any, row: int) -> int:
+        code = self._c.llama_decode(self._context, batch)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
-        vocab = self._llm.n_vocab()
-        out = []
-        for row in rows:
-            logits = self._np.ctypeslib.as_array(self._c.llama_get_logits_ith(context, row), shape=(vocab,))
-            out.append(int(logits.argmax()))
-        return out
+        logits = np.ctypeslib.as_array(self._c.llama_get_logits_ith(self._context, row), shape=(self._vocab,))
+        return int(logits.argmax())
 
     def close(self) -> None:
         self._llm.close()

@@ -1,0 +1,99 @@
+"""What must not change an answer: cached prefixes, preemption, the rest of the batch, chunks, speculation.
+
+Bit-exact where kernels are declared batch-invariant, which the native host kernels are and the reference ops can be.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lamella.engine import LLM, SamplingParams
+from lamella.runner_v2.testing.prompts import PROMPTS
+
+SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+LONG = "The following is a list of facts about the sea. " * 8
+
+
+def answers(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
+    """Token ids and the chosen tokens' log-probabilities, which show any difference of the logits."""
+    return [
+        (o.outputs[0].token_ids, [entry.logprobs[0] for entry in o.outputs[0].logprobs])
+        for o in llm.generate(prompts, params)
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path):
+    with LLM(str(smollm2_path), max_model_len=512, max_num_seqs=8, threads=2) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_prefix_hit_equals_cold_run(llm: LLM, params: SamplingParams) -> None:
+    prompts = [LONG + PROMPTS[0], LONG + PROMPTS[4]]
+    llm.reset_prefix_cache()
+    cold = answers(llm, prompts, params)
+    before = llm.stats().prefix_hits
+    warm = answers(llm, prompts, params)
+    assert llm.stats().prefix_hits - before >= 2 * 64
+    assert warm == cold
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_answer_does_not_depend_on_the_batch(llm: LLM, params: SamplingParams) -> None:
+    llm.reset_prefix_cache()
+    together = answers(llm, list(PROMPTS), params)
+    shuffled = list(range(len(PROMPTS)))
+    random.Random(1).shuffle(shuffled)
+    for i in shuffled[:6]:
+        llm.reset_prefix_cache()
+        assert answers(llm, [PROMPTS[i]], params)[0] == together[i]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_preempted_equals_not_preempted(smollm2_path: Path, llm: LLM, params: SamplingParams) -> None:
+    prompts = [p + " " + LONG for p in PROMPTS[:6]]
+    expected = answers(llm, prompts, params)
+    # blocks for about three of the six sequences
+    with LLM(str(smollm2_path), max_model_len=256, max_num_seqs=6, threads=2, kv_cache_memory=11_000_000) as small:
+        assert answers(small, prompts, params) == expected
+        assert small.stats().preemptions > 0
+
+
+def test_chunks_do_not_change_the_answer(smollm2_path: Path, llm: LLM) -> None:
+    expected = answers(llm, [LONG], GREEDY)
+    with LLM(str(smollm2_path), max_model_len=512, max_num_seqs=4, threads=2, max_num_batched_tokens=16) as chunked:
+        assert answers(chunked, [LONG], GREEDY) == expected
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_speculation_does_not_change_the_answer(smollm2_path: Path, llm: LLM, params: SamplingParams) -> None:
+    prompts = [LONG, PROMPTS[2], PROMPTS[10], "one two three one two three one two three one two"]
+    expected = [ids for ids, _ in answers(llm, prompts, params)]
+    with LLM(
+        str(smollm2_path),
+        max_model_len=512,
+        max_num_seqs=4,
+        threads=2,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    ) as speculating:
+        assert [ids for ids, _ in answers(speculating, prompts, params)] == expected
+        stats = speculating.stats()
+        assert stats.spec_draft_tokens > 0
+        assert 0 < stats.spec_accepted_tokens <= stats.spec_draft_tokens
+
+
+def test_sequences_of_a_request_are_those_of_single_requests(llm: LLM) -> None:
+    together = llm.generate([PROMPTS[3]], SamplingParams(n=3, seed=11, temperature=1.0, max_tokens=12))[0]
+    for index, completion in enumerate(together.outputs):
+        alone = llm.generate([PROMPTS[3]], SamplingParams(seed=11 + index, temperature=1.0, max_tokens=12))[0]
+        assert completion.token_ids == alone.outputs[0].token_ids

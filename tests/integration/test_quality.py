@@ -1,0 +1,86 @@
+"""The demo model against transformers in float32 on the same dequantised weights.
+
+Exact path (--dtype float32): greedy text may leave the reference's only where the reference's two best logits are
+closer than 0.01. Default path (weights stay quantised, activations in int8): judged by the divergence of the whole
+distribution under teacher forcing, since equal text is no fair measure of a quantised path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lamella.engine.text.tokenizer import load_tokenizer
+from lamella.runner_v2.runner import ModelRunner
+from transformers import LlamaForCausalLM
+
+from lamella.engine import LLM, SamplingParams
+from lamella.runner_v2.config import RunnerConfig
+from lamella.runner_v2.testing.prompts import PROMPTS
+from lamella.runner_v2.testing.reference import load_reference
+
+NUM_NEW = 24
+NUM_POSITIONS = 64
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> LlamaForCausalLM:
+    return load_reference(smollm2_path)
+
+
+def reference_logits(reference: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([ids])).logits[0]
+
+
+def test_exact_path_follows_the_reference(smollm2_path: Path, reference: LlamaForCausalLM) -> None:
+    with LLM(str(smollm2_path), dtype="float32", max_model_len=256, max_num_seqs=20) as llm:
+        outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True))
+    followed = 0
+    for output in outputs:
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        logits = reference_logits(reference, ids)
+        for step in range(NUM_NEW):
+            position = len(output.prompt_token_ids) + step
+            row = logits[position - 1]
+            best = row.topk(2).values
+            if ids[position] != int(row.argmax()):
+                assert float(best[0] - best[1]) < 0.01, f"left the reference at step {step} of {output.prompt!r}"
+                break
+            followed += 1
+    # a divergence is an exception: nearly all tokens must have been compared
+    assert followed >= 0.9 * NUM_NEW * len(outputs)
+
+
+def divergences(reference: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """KL(reference ‖ ours) per position, in nats."""
+    p, q = reference.double().log_softmax(-1), ours.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def test_default_path_is_close_to_the_reference(smollm2_path: Path, reference: LlamaForCausalLM) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    runner = ModelRunner.load(RunnerConfig(model_path=str(smollm2_path), num_threads=2))
+    found, flips = [], []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        with torch.inference_mode():
+            ids = reference.generate(torch.tensor([ids]), max_new_tokens=NUM_POSITIONS + 1 - len(ids), do_sample=False)[
+                0
+            ].tolist()
+        expected = reference_logits(reference, ids)
+        ours = runner.score(ids)
+        found.append(divergences(expected, ours))
+        best = expected.topk(2).values
+        differs = expected.argmax(-1) != ours.argmax(-1)
+        flips += (best[:, 0] - best[:, 1])[differs].tolist()
+    kl = torch.cat(found)
+    print(
+        f"KL mean {kl.mean():.2e}, max {kl.max():.2e}; argmax differs at {len(flips)} of {len(kl)} positions, "
+        f"largest gap {max(flips, default=0):.2f}"
+    )
+    assert len(kl) >= 20 * 60
+    assert float(kl.mean()) <= 5e-3
+    assert float(kl.max()) <= 5e-2
+    assert max(flips, default=0.0) < 0.5
