@@ -31,9 +31,7 @@ def test_needs_say_what_the_runner_must_give():
 
 
 def test_drafts_are_padded_to_one_width_whatever_the_lengths():
-    speculator = from_config(
-        '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2,"prompt_lookup_min":1}'
-    )
+    speculator = from_config(json.dumps(NGRAM))
     rows = view([1, 2, 3, 1, 2], [4, 5, 6], [9, 9, 9])
     speculator.observe(rows)
     drafts = speculator.propose(rows, [3, 3, 1])
