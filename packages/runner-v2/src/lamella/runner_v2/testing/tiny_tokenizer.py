@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_WORDS = [
+_WORDS = (
     "the",
     "and",
     "for",
@@ -33,14 +33,7 @@ _WORDS = [
     "are",
     "was",
     "not",
-    "but",
-    "what",
-    "when",
-    "system",
-    "there",
-    "can",
-    "all",
-]
+) + ("but", "what", "when", "system", "there", "can", "all")
 
 
 class Vocabulary(NamedTuple):
