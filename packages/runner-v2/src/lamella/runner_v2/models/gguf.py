@@ -75,7 +75,7 @@ def gguf_config(
         ropes=(),
         max_position=own.integer("context_length"),
         norm_eps=own.number("attention.layer_norm_rms_epsilon"),
-        attention_scale=head_dim**-0.5,
+        attention_scale=own.number("attention.scale", 0.0) or head_dim**-0.5,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
@@ -176,10 +176,9 @@ def _gemma3(own: _Own, config: ModelConfig, rope: RopeConfig, num_layers: int) -
         period = own.integer("attention.sliding_window_pattern", 6) or 1
         sliding = [(idx + 1) % period != 0 for idx in range(num_layers)]
     own.refuse_unless("attn_logit_softcapping", 0.0)
-    scale = own.number("attention.scale", 0.0)
-    if not scale:
-        by_heads = num_layers == _GEMMA3_27B_LAYERS
-        scale = float(config.hidden_size // config.num_heads if by_heads else config.head_dim) ** -0.5
+    scale = config.attention_scale
+    if num_layers == _GEMMA3_27B_LAYERS and not own.number("attention.scale", 0.0):
+        scale = float(config.hidden_size // config.num_heads) ** -0.5
     local = RopeConfig(theta=own.number("rope.freq_base_swa", 10000.0), rotary_dim=rope.rotary_dim)
     return replace(
         config,
