@@ -84,13 +84,15 @@ class DummyCheckpoint:
             values = noise * 0.02
         else:
             values = noise * 0.1 + (0.0 if self.config.norm_plus_one else 1.0)
-        return values.to(getattr(torch, format.name))
+        dtype: torch.dtype = getattr(torch, format.name)
+        return values.to(dtype)
 
     def _quantised(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         format, (rows, columns) = self._matrix_format, shape
         if columns % format.block_len:
             raise ConfigError(
-                f"dummy weights: {key} has {columns} columns, no multiple of {format.name}'s block length"
+                f"dummy weights: {key} has {columns} columns, which {format.name} cannot cut into blocks of "
+                f"{format.block_len}"
             )
         if columns not in self._blocks:
             rng = np.random.default_rng(self._seed + columns)
