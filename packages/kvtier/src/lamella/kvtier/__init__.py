@@ -1,0 +1,33 @@
+"""KV cache blocks on tiers: pool, chained keys, prefix index and the books of every copy.
+
+    manager = TierManager(Layout((Group("full", "full", block_size=16, bytes_per_block=1024),), (1024,)))
+
+The control plane is pure Python, deterministic and free of clocks, threads, files and torch.
+"""
+
+from lamella.kvtier.control.manager import Acquired, Growth, TierManager
+from lamella.kvtier.errors import CapacityError, KvTierError, LayoutError
+from lamella.kvtier.jobs import CopyJob, Location, Ticket, TicketResult, TicketState
+from lamella.kvtier.keys import Extras, Key, KeyChain, Media
+from lamella.kvtier.layout import NULL_BLOCK, Group, Layout
+
+__all__ = [
+    "NULL_BLOCK",
+    "Acquired",
+    "CapacityError",
+    "CopyJob",
+    "Extras",
+    "Group",
+    "Growth",
+    "Key",
+    "KeyChain",
+    "KvTierError",
+    "Layout",
+    "LayoutError",
+    "Location",
+    "Media",
+    "Ticket",
+    "TicketResult",
+    "TicketState",
+    "TierManager",
+]

@@ -1,0 +1,141 @@
+"""What the kinds of groups keep of a sequence, and the longest prefix that all of them hold.
+
+    full      [0 ……………………………… len)        every block, read by every later token
+    sliding   null … null [window | len)      blocks wholly left of the window go back to the pool
+
+A prefix of h tokens is a hit if every group holds what a token at position h reads of it: a full group all blocks left
+of h, a sliding one those of the window that ends at h. Each group may only shorten the prefix, so asking them in turn
+until nobody does so ends at the longest common one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lamella.kvtier.control.eviction.lru import Lru
+from lamella.kvtier.control.pool import Pool
+from lamella.kvtier.control.prefix_index import PrefixIndex
+from lamella.kvtier.errors import LayoutError
+from lamella.kvtier.keys import Key
+from lamella.kvtier.layout import Group
+
+
+class GroupBlocks:
+    """One group's pool and index; this class keeps every block (kind full)."""
+
+    def __init__(self, idx: int, group: Group, num_blocks: int) -> None:
+        self.idx = idx
+        self.group = group
+        self.block_size = group.block_size
+        self.index = PrefixIndex(num_blocks)
+        self.pool = Pool(num_blocks, Lru(num_blocks), self.forget)
+        self.evicted: list[Key] = []
+        """Keys whose last copy was evicted since the manager last looked."""
+
+    slides = False
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        """Longest prefix, in blocks and at most max_blocks, of which this group holds what is read later."""
+        index = self.index
+        for n in range(max_blocks):
+            if keys[n] not in index:
+                return n
+        return max_blocks
+
+    def left_edge(self, length: int) -> int:
+        """First block that tokens from position `length` on read."""
+        return 0
+
+    def entry_len(self, num_tokens: int, chunk_end: int) -> int:
+        """Slots that a new sequence gets: here the whole prompt, so that a chunk never fails half-way."""
+        return num_tokens
+
+    def max_chunk_len(self, max_len: int) -> int:
+        """Most tokens of one step for a sequence of up to max_len tokens that is alone."""
+        return max_len
+
+    def max_len(self) -> int:
+        """Longest sequence that fits, alone; a number no sequence reaches where there is no limit."""
+        return self.pool.capacity * self.block_size
+
+    def find(self, key: Key) -> int:
+        """A block with this content; one that is in use where there is a choice. It must be in the index."""
+        if self.index.has_copies(key):
+            blocks = self.index.blocks(key)
+            return next((b for b in blocks if self.pool.refs[b]), blocks[0])
+        block_id = self.index.find(key)
+        assert block_id is not None
+        return block_id
+
+    def forget(self, block_id: int) -> None:
+        """The block's content is about to be overwritten: it can no longer be hit."""
+        key = self.index.key_of(block_id)
+        assert key is not None
+        if self.index.remove(block_id):
+            self.evicted.append(key)
+
+
+class SlidingBlocks(GroupBlocks):
+    """A group of which only the last window of tokens is read."""
+
+    slides = True
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        needed = self.group.window_blocks
+        index = self.index
+        run = 0
+        end = max_blocks  # blocks [end - run, end) are held
+        for n in range(max_blocks - 1, -1, -1):
+            if run >= needed:
+                return end
+            if keys[n] in index:
+                run += 1
+            else:
+                end = n
+                run = 0
+        return end
+
+    def left_edge(self, length: int) -> int:
+        assert self.group.window is not None
+        return max(0, length - self.group.window + 1) // self.block_size
+
+    def entry_len(self, num_tokens: int, chunk_end: int) -> int:
+        return min(num_tokens, chunk_end)
+
+    def max_chunk_len(self, max_len: int) -> int:
+        """A chunk of q tokens at position c touches [c - window + 1, c + q), in the worst case not aligned."""
+        assert self.group.window is not None
+        if self.pool.capacity * self.block_size >= max_len:
+            return max_len
+        return min(max_len, (self.pool.capacity - 1) * self.block_size - self.group.window + 2)
+
+    def max_len(self) -> int:
+        if self.max_chunk_len(1 << 62) >= 1:
+            return 1 << 62
+        return super().max_len()
+
+
+def make_group(idx: int, group: Group, num_blocks: int) -> GroupBlocks:
+    """The books of one group, by its kind."""
+    if group.kind == "full":
+        return GroupBlocks(idx, group, num_blocks)
+    if group.kind == "sliding":
+        return SlidingBlocks(idx, group, num_blocks)
+    raise LayoutError(f"group {group.name}: kind {group.kind} is not kept by this version, only full and sliding are")
+
+
+def longest_match(groups: Sequence[GroupBlocks], keys: Sequence[Key], max_blocks: int) -> int:
+    """Longest prefix, in blocks, that is a hit in every group."""
+    hit = max_blocks
+    agreed = 0
+    while hit and agreed < len(groups):
+        for group in groups:
+            shorter = group.match(keys, hit)
+            if shorter < hit:
+                hit = shorter
+                agreed = 1  # the others have to confirm the shorter one
+            else:
+                agreed += 1
+            if agreed == len(groups) or not hit:
+                break
+    return hit

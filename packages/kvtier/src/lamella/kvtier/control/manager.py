@@ -1,0 +1,440 @@
+"""The facade of the control plane: which blocks a sequence has, and what a prefix already holds.
+
+One sequence, its tables (one per group) and its lengths, as half-open ranges of tokens:
+
+    [0, cached_len)      blocks found in the prefix index when the sequence entered, shared and sealed
+    [0, sealed)          full blocks with a key: immutable, others can hit them
+    [sealed, covered)    blocks being filled, used by this sequence alone
+    [covered, …)         no blocks yet: extend() before a step writes there
+
+Nothing here blocks, allocates device memory or looks at a clock. A broken invariant is an AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lamella.kvtier.control.audit import audit
+from lamella.kvtier.control.groups import GroupBlocks, longest_match, make_group
+from lamella.kvtier.control.pool import FILLING, SEALED
+from lamella.kvtier.errors import CapacityError, LayoutError
+from lamella.kvtier.events import BlockRemoved, BlockStored, Cleared, Event
+from lamella.kvtier.keys import Key, KeyChain
+from lamella.kvtier.layout import NULL_BLOCK, Layout
+from lamella.kvtier.stats import Counters, GroupUsage
+
+SequenceId = int
+
+
+class Acquired(NamedTuple):
+    """What a sequence got when it entered."""
+
+    cached_len: int
+    """Tokens whose KV the blocks already hold."""
+    covered_len: int
+    """Tokens that can be written before the next extend()."""
+    tables: tuple[list[int], ...]
+    """Block ids per group; 0 for blocks left of a sliding window. The caller's own copies."""
+
+
+class Growth(NamedTuple):
+    """What a sequence got from extend()."""
+
+    sequence: SequenceId
+    covered_len: int
+    blocks: list[tuple[int, int, list[int]]]
+    """(group, index in the table of the first one, block ids)."""
+
+
+class Holding:
+    """The books of one sequence."""
+
+    __slots__ = ("caching", "chain", "left", "sealed", "tables")
+
+    def __init__(self, chain: KeyChain | None, sealed: int, tables: list[list[int]], left: list[int]) -> None:
+        self.chain = chain
+        self.caching = chain is not None
+        """Whether full blocks get keys."""
+        self.sealed = sealed
+        """Number of leading blocks that are sealed (or null)."""
+        self.tables = tables
+        self.left = left
+        """Per group: leading blocks that are null."""
+
+
+class TierManager:
+    """Blocks of all groups for all sequences, and the prefix cache over them."""
+
+    def __init__(self, layout: Layout, max_events: int = 0) -> None:
+        """max_events: how many events to keep for take_events(); 0: none are made."""
+        sizes = {group.block_size for group in layout.groups}
+        if len(sizes) != 1:
+            raise LayoutError(f"all groups must have the same block_size, got {sorted(sizes)}")
+        self.layout = layout
+        self.block_size = sizes.pop()
+        self.counters = Counters()
+        self.num_released = 0
+        """Blocks that became free so far: an acquire that was refused need not be repeated before this moves."""
+        self._groups = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
+        self._holdings: dict[SequenceId, Holding] = {}
+        self._max_events = max_events
+        self._events: deque[Event] = deque()
+        self.slides = any(group.slides for group in self._groups)
+        """Whether slide() has anything to do."""
+
+    # ---- what fits -------------------------------------------------------------------------------------------------
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence that fits when it is alone."""
+        return min(group.max_len() for group in self._groups)
+
+    def max_chunk_len(self, max_len: int) -> int:
+        """Most tokens that one step may compute of a lone sequence of up to max_len tokens, at least 1."""
+        smallest = min(self._groups, key=lambda group: group.max_chunk_len(max_len))
+        chunk = smallest.max_chunk_len(max_len)
+        if chunk < 1:
+            raise CapacityError(
+                f"group {smallest.group.name} has {smallest.pool.capacity} blocks of {self.block_size} tokens, fewer "
+                f"than one window of {smallest.group.window} tokens needs"
+            )
+        return chunk
+
+    # ---- life of a sequence ----------------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        sequence: SequenceId,
+        token_ids: Sequence[int],
+        chain: KeyChain | None = None,
+        *,
+        chunk_len: int,
+        max_hit_len: int | None = None,
+        headroom: int = 0,
+    ) -> Acquired | None:
+        """Let a sequence in: prefix hit and new blocks in every group, or None and nothing has changed.
+
+            [0, cached_len)          hit: at most len(token_ids) - 1 and max_hit_len, a multiple of block_size
+            [cached_len, covered)    new blocks: full groups up to len(token_ids), sliding ones up to the end of the
+                                     first chunk, cached_len + chunk_len
+
+        chain: the sequence's keys so far (of the same token_ids); None: neither read nor seal. headroom: free blocks
+        that must be left in each group. Asserts that the sequence holds nothing.
+        """
+        assert sequence not in self._holdings, f"sequence {sequence} already holds blocks"
+        num_tokens = len(token_ids)
+        size = self.block_size
+        hit = 0
+        if chain is not None:
+            limit = num_tokens - 1 if max_hit_len is None else min(num_tokens - 1, max_hit_len)
+            keys = chain.extend(token_ids)
+            hit = longest_match(self._groups, keys, limit // size)
+        end = hit * size + chunk_len
+        shared: list[list[int]] = []
+        missing: list[int] = []
+        for group in self._groups:
+            pool = group.pool
+            left = min(group.left_edge(hit * size), hit)
+            found = [group.find(chain.keys[n]) for n in range(left, hit)] if chain is not None else []
+            new = max(0, -(-group.entry_len(num_tokens, end) // size) - hit)
+            free = pool.num_free - sum(1 for block in found if pool.is_candidate(block))
+            if free - new < headroom:
+                self.counters.refused += 1
+                return None
+            shared.append(found)
+            missing.append(new)
+        tables: list[list[int]] = []
+        for group, found, new in zip(self._groups, shared, missing):
+            for block in found:
+                group.pool.share(block)
+            table = [NULL_BLOCK] * (hit - len(found)) + found + group.pool.take(new)
+            self._note_evictions(group)
+            tables.append(table)
+        left_of = [hit - len(found) for found in shared]
+        self._holdings[sequence] = Holding(chain, hit, tables, left_of)
+        counters = self.counters
+        counters.acquired += 1
+        if chain is not None:
+            counters.queried_tokens += num_tokens
+            counters.hit_tokens += hit * size
+        return Acquired(hit * size, min(map(len, tables)) * size, tuple(map(list, tables)))
+
+    def extend(self, rows: Sequence[tuple[SequenceId, int]]) -> list[Growth]:
+        """Cover [0, new_len) of each (sequence, new_len), in order, each in all groups or not at all.
+
+        Stops at the first that does not fit: a result shorter than rows names it by its length.
+        """
+        size = self.block_size
+        groups = self._groups
+        growths: list[Growth] = []
+        for sequence, new_len in rows:
+            tables = self._holdings[sequence].tables
+            wanted = -(-new_len // size)
+            for group, table in zip(groups, tables):
+                if wanted - len(table) > group.pool.num_free:
+                    return growths
+            blocks: list[tuple[int, int, list[int]]] = []
+            for group, table in zip(groups, tables):
+                start = len(table)
+                if wanted > start:
+                    taken = group.pool.take(wanted - start)
+                    table.extend(taken)
+                    blocks.append((group.idx, start, taken))
+                    if group.evicted:
+                        self._note_evictions(group)
+            growths.append(Growth(sequence, min(map(len, tables)) * size, blocks))
+        return growths
+
+    def seal(self, sequence: SequenceId, token_ids: Sequence[int], computed_len: int) -> int:
+        """Give keys to the full blocks of [0, computed_len) that have none; they are immutable from now on.
+
+        computed_len counts tokens whose KV is written and final: verified ids only. Returns the computed_len at which
+        the next block is full.
+        """
+        holding = self._holdings[sequence]
+        size = self.block_size
+        full = computed_len // size
+        first = holding.sealed
+        if holding.caching and full > first:
+            chain = holding.chain
+            assert chain is not None
+            keys = chain.extend(token_ids, computed_len)
+            for n in range(first, full):
+                key = keys[n]
+                parent = keys[n - 1] if n else None
+                for group, table in zip(self._groups, holding.tables):
+                    block = table[n]
+                    group.pool.seal(block)
+                    if not group.index.add(key, parent, block):
+                        self.counters.duplicate_blocks += 1
+                    elif self._max_events:
+                        self._note(BlockStored(group.idx, key, chain.parent(n), block))
+            self.counters.sealed_blocks += full - first
+            holding.sealed = full
+        return (full + 1) * size
+
+    def slide(self, sequence: SequenceId, computed_len: int, last_step: int) -> None:
+        """Return the blocks that no token from computed_len on reads: sliding groups, wholly left of the window.
+
+        Their places in the table become null. computed_len is a lower bound that holds for every step in flight;
+        last_step: the last step that may still read them. Blocks that are full and not sealed yet lose their content:
+        call seal() first.
+        """
+        holding = self._holdings[sequence]
+        for group, table in zip(self._groups, holding.tables):
+            if not group.slides:
+                continue
+            left = holding.left[group.idx]
+            edge = min(group.left_edge(computed_len), len(table))
+            for n in range(edge - 1, left - 1, -1):
+                self._drop(group, table[n], last_step)
+                table[n] = NULL_BLOCK
+            holding.left[group.idx] = max(left, edge)
+
+    def trim(self, sequence: SequenceId, committed_len: int, planned_len: int, last_step: int) -> int:
+        """Forget what lies beyond planned_len after drafts were rejected. Returns the new covered_len.
+
+        [0, sealed)                   untouched, keys stay valid
+        [sealed, committed_len)       stays in the open block
+        [committed_len, planned_len)  kept: a step in flight may write there
+        [planned_len, end)            whole blocks return to the pool, stamped with last_step
+
+        Asserts committed_len >= sealed: a sealed block is never reopened.
+        """
+        holding = self._holdings[sequence]
+        size = self.block_size
+        assert committed_len >= holding.sealed * size, f"{committed_len} committed, but {holding.sealed} blocks sealed"
+        assert planned_len >= committed_len
+        kept = -(-planned_len // size)
+        for group, table in zip(self._groups, holding.tables):
+            for block in reversed(table[kept:]):
+                self._drop(group, block, last_step)
+            del table[kept:]
+        return min(map(len, holding.tables)) * size
+
+    def release(self, sequence: SequenceId, last_step: int, *, discard: bool = False) -> None:
+        """The sequence is gone: its references are dropped, tails first, so that they are reused first.
+
+        last_step: the last step that may still read or write its blocks. Sealed blocks stay hittable until they are
+        reused, unless discard is set: then what this sequence alone uses, and all that hangs on it, is no longer hit
+        (its content is suspect).
+        """
+        holding = self._holdings.pop(sequence)
+        for group, table in zip(self._groups, holding.tables):
+            if discard:
+                self._disown(group, table)
+            for block in reversed(table):
+                if block != NULL_BLOCK:
+                    self._drop(group, block, last_step)
+
+    def holds(self, sequence: SequenceId) -> bool:
+        return sequence in self._holdings
+
+    def table(self, sequence: SequenceId, group: int) -> list[int]:
+        """A copy of one block table."""
+        return list(self._holdings[sequence].tables[group])
+
+    def num_reclaimable(self, sequence: SequenceId) -> tuple[int, ...]:
+        """Per group: blocks that would be free if the sequence were released."""
+        holding = self._holdings[sequence]
+        return tuple(
+            sum(1 for block in table if block != NULL_BLOCK and group.pool.refs[block] + group.pool.pins[block] == 1)
+            for group, table in zip(self._groups, holding.tables)
+        )
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def pin(self, group: int, block_id: int) -> int:
+        """A copy is about to read or write this block: it will not be handed out before unpin(). Returns the step that
+        the copy has to wait for, -1 if none."""
+        pool = self._groups[group].pool
+        last_step = -1 if pool.refs[block_id] else pool.last_step[block_id]
+        pool.pin(block_id)
+        return last_step
+
+    def unpin(self, group: int, block_id: int) -> None:
+        """The copy has ended. A block that nobody holds any more can be reused from now on."""
+        books = self._groups[group]
+        if books.pool.unpin(block_id):
+            key = books.index.key_of(block_id)
+            parent = books.index.parent_of(block_id)
+            if key is not None and parent is not None and not books.slides and parent not in books.index:
+                self._forget_all(books, {key})  # its prefix was evicted meanwhile: nobody could reach the block
+            elif books.pool.state[block_id] == SEALED:
+                self._shelve(books, block_id)
+                if not books.slides:
+                    self._refresh_prefix(books, parent)
+            else:
+                books.pool.discard(block_id)
+
+    # ---- the cache as a whole --------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> int:
+        """Nothing that is cached now can be hit later (after new weights, say). Running sequences keep their blocks and
+        seal no more. Returns the number of contents dropped."""
+        dropped = 0
+        for group in self._groups:
+            keys = set(group.index)
+            dropped += len(keys)
+            self._unlist(group, keys)
+        for holding in self._holdings.values():
+            holding.caching = False
+        if self._max_events:
+            self._note(Cleared())
+        return dropped
+
+    def usage(self) -> list[GroupUsage]:
+        """Per group: blocks in use, cached, empty."""
+        return [
+            GroupUsage(
+                g.group.name,
+                g.pool.capacity,
+                g.pool.capacity - g.pool.num_free,
+                g.pool.num_cached,
+                g.pool.num_free - g.pool.num_cached,
+            )
+            for g in self._groups
+        ]
+
+    @property
+    def in_use(self) -> float:
+        """Share of blocks in use, of the group that is fullest."""
+        return max(1.0 - g.pool.num_free / g.pool.capacity for g in self._groups)
+
+    def num_free(self, group: int) -> int:
+        """Blocks of one group that can be handed out."""
+        return self._groups[group].pool.num_free
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def check(self) -> None:
+        """Assert every invariant of the books. Walks all blocks: for tests and idle moments."""
+        audit(self._groups, self._holdings)
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _drop(self, group: GroupBlocks, block: int, last_step: int) -> None:
+        """Drop one reference; the block is cached or empty if that was the last."""
+        pool = group.pool
+        if not pool.unref(block, last_step):
+            return
+        self.num_released += 1
+        if pool.pins[block]:
+            return
+        if pool.state[block] == FILLING:
+            pool.discard(block)
+        else:
+            self._shelve(group, block)
+
+    def _shelve(self, group: GroupBlocks, block: int) -> None:
+        """A sealed block that nobody holds: cached if it can be hit and is the only copy of its content."""
+        pool, index = group.pool, group.index
+        key = index.key_of(block)
+        if key is None:
+            pool.discard(block)
+        elif index.has_copies(key):
+            index.remove(block)
+            pool.discard(block)
+            for other in index.blocks(key):  # it stands in for this one: as recent as this one would be
+                if pool.is_candidate(other):
+                    pool.refresh(other)
+        else:
+            pool.keep(block)
+
+    def _refresh_prefix(self, group: GroupBlocks, key: Key | None) -> None:
+        """A block became a candidate later than its prefix: let the prefix be reused later still."""
+        index, pool = group.index, group.pool
+        while key is not None:
+            copies = index.blocks(key)
+            if not all(pool.is_candidate(block) for block in copies):
+                return  # in use, and so is everything left of it
+            for block in copies:
+                pool.refresh(block)
+            key = index.parent_of(copies[0])
+
+    def _disown(self, group: GroupBlocks, table: list[int]) -> None:
+        """Unlist what only this table's owner uses, and everything that hangs on it."""
+        index = group.index
+        doomed: set[Key] = set()
+        for block in table:
+            key = index.key_of(block) if block != NULL_BLOCK and group.pool.refs[block] == 1 else None
+            if key is None:
+                continue
+            if index.has_copies(key):
+                index.remove(block)  # somebody else computed the same on his own
+            else:
+                doomed.add(key)
+        self._forget_all(group, doomed)
+
+    def _forget_all(self, group: GroupBlocks, keys: set[Key]) -> None:
+        self._unlist(group, keys if group.slides else group.index.descendants(keys))
+
+    def _unlist(self, group: GroupBlocks, keys: set[Key]) -> None:
+        """These contents can no longer be hit; blocks that nobody holds become empty."""
+        index, pool = group.index, group.pool
+        for key in keys:
+            for block in index.blocks(key):
+                index.remove(block)
+                if not pool.refs[block] and not pool.pins[block]:
+                    pool.discard(block)
+            if self._max_events:
+                self._note(BlockRemoved(group.idx, key))
+
+    def _note_evictions(self, group: GroupBlocks) -> None:
+        self.counters.evicted_blocks += len(group.evicted)
+        if self._max_events:
+            for key in group.evicted:
+                self._note(BlockRemoved(group.idx, key))
+        group.evicted.clear()
+
+    def _note(self, event: Event) -> None:
+        if len(self._events) >= self._max_events:
+            self._events.popleft()
+            self.counters.dropped_events += 1
+        self._events.append(event)

@@ -1,0 +1,162 @@
+"""The blocks of one group: who is free, who is used how often, who must not move.
+
+                 take                       seal
+    FREE ────────────────▶ FILLING ────────────────▶ SEALED
+     ▲                        │ refs → 0                │ refs → 0: stays SEALED, becomes a candidate for reuse
+     └────────────────────────┴─────────────────────────┘ evicted, or its key was dropped
+
+A free block is handed out at once: FREE ones first, then candidates in the order of the eviction policy. A pinned
+block is neither free nor a candidate, whatever its references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+FREE: Final = 0
+FILLING: Final = 1
+SEALED: Final = 2
+
+
+class Eviction(Protocol):
+    """Chooses which unreferenced sealed block is reused first."""
+
+    def add(self, block_id: int) -> None: ...
+    def remove(self, block_id: int) -> None: ...
+    def touch(self, block_id: int) -> None: ...
+    def pick(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, block_id: int) -> bool: ...
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class Pool:
+    """States, references and pins of the block ids [1, num_blocks). Block 0 is never handed out."""
+
+    __slots__ = ("_candidates", "_empty", "_on_evict", "last_step", "num_blocks", "pins", "refs", "state")
+
+    def __init__(self, num_blocks: int, candidates: Eviction, on_evict: Callable[[int], None]) -> None:
+        """on_evict(block_id) is called before a candidate is reused: its key must go."""
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self.pins = [0] * num_blocks
+        self.state = bytearray(num_blocks)
+        self.last_step = [-1] * num_blocks
+        """Last step that may still read or write a freed block. The compute stream may reuse it at once; a copy has to
+        wait for that step."""
+        self._candidates = candidates
+        self._empty = list(range(num_blocks - 1, 0, -1))
+        self._on_evict = on_evict
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that take() can hand out."""
+        return len(self._empty) + len(self._candidates)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._candidates)
+
+    def take(self, count: int) -> list[int]:
+        """Hand out blocks as FILLING with one reference. There must be that many free ones."""
+        empty = self._empty
+        taken: list[int] = []
+        for _ in range(count):
+            if empty:
+                block_id = empty.pop()
+            else:
+                block_id = self._candidates.pick()
+                self._on_evict(block_id)
+            assert self.refs[block_id] == 0, f"block {block_id} was handed out while referenced"
+            assert self.pins[block_id] == 0, f"block {block_id} was handed out while pinned"
+            self.refs[block_id] = 1
+            self.state[block_id] = FILLING
+            taken.append(block_id)
+        return taken
+
+    def share(self, block_id: int) -> None:
+        """One more reference to a sealed block, which is no candidate from now on."""
+        assert self.state[block_id] == SEALED, f"block {block_id} is shared before it is sealed"
+        if self.refs[block_id] == 0 and self.pins[block_id] == 0:
+            self._candidates.remove(block_id)
+        self.refs[block_id] += 1
+
+    def is_candidate(self, block_id: int) -> bool:
+        return block_id in self._candidates
+
+    def candidates(self) -> list[int]:
+        """In the order in which they would be reused."""
+        return list(self._candidates)
+
+    def seal(self, block_id: int) -> None:
+        """The block is full and immutable from now on."""
+        assert self.state[block_id] == FILLING, f"block {block_id} is sealed in state {self.state[block_id]}"
+        self.state[block_id] = SEALED
+
+    def unref(self, block_id: int, last_step: int) -> bool:
+        """Drop one reference. True if nobody references it now; the caller then says keep() or discard()."""
+        refs = self.refs[block_id] - 1
+        assert refs >= 0, f"block {block_id} has no reference to drop"
+        self.refs[block_id] = refs
+        if refs == 0:
+            self.last_step[block_id] = last_step
+        return refs == 0
+
+    def keep(self, block_id: int) -> None:
+        """An unreferenced, unpinned, sealed block can be hit until it is reused."""
+        assert self.state[block_id] == SEALED
+        assert self.refs[block_id] == 0
+        assert self.pins[block_id] == 0
+        self._candidates.add(block_id)
+
+    def refresh(self, block_id: int) -> None:
+        """Make a candidate the last one to be reused."""
+        self._candidates.touch(block_id)
+
+    def discard(self, block_id: int) -> None:
+        """An unreferenced, unpinned block's content is of no use: it is the first to be reused."""
+        assert self.refs[block_id] == 0
+        assert self.pins[block_id] == 0
+        if block_id in self._candidates:
+            self._candidates.remove(block_id)
+        self.state[block_id] = FREE
+        self._empty.append(block_id)
+
+    def pin(self, block_id: int) -> None:
+        """A copy reads or writes the block: it is not handed out until the pin is gone."""
+        assert self.state[block_id] != FREE, f"block {block_id} is free and cannot be pinned"
+        if self.refs[block_id] == 0 and self.pins[block_id] == 0:
+            self._candidates.remove(block_id)
+        self.pins[block_id] += 1
+
+    def unpin(self, block_id: int) -> bool:
+        """Drop one pin. True if nobody holds the block now; the caller then says keep() or discard()."""
+        pins = self.pins[block_id] - 1
+        assert pins >= 0, f"block {block_id} has no pin to drop"
+        self.pins[block_id] = pins
+        return pins == 0 and self.refs[block_id] == 0
+
+    def check(self) -> None:
+        """Every block id is in exactly one of FREE, FILLING, SEALED, and in the lists that its state demands."""
+        empty = set(self._empty)
+        assert len(empty) == len(self._empty), "a block is twice in the list of empty blocks"
+        assert self.refs[0] == 0
+        assert self.pins[0] == 0
+        assert self.state[0] == FREE
+        assert 0 not in empty
+        for block_id in range(1, self.num_blocks):
+            refs, pins, state = self.refs[block_id], self.pins[block_id], self.state[block_id]
+            assert min(refs, pins) >= 0, f"block {block_id}: refs {refs}, pins {pins}"
+            held = refs + pins > 0
+            candidate = block_id in self._candidates
+            assert (block_id in empty) == (state == FREE), f"block {block_id}: state {state}, empty {block_id in empty}"
+            assert not (held and state == FREE), f"block {block_id} is held but FREE"
+            assert candidate == (state == SEALED and not held), f"block {block_id}: candidate in state {state}"
+            assert not (state == FILLING and not held), f"block {block_id} is FILLING and held by nobody"
+            assert not (state == FILLING and refs > 1), f"block {block_id} is FILLING and shared"
+        assert self.num_free == sum(1 for b in range(1, self.num_blocks) if not self.refs[b] and not self.pins[b])

@@ -1,0 +1,117 @@
+"""Which block of a group holds the content that a key names.
+
+Usually one block per key. Two sequences that compute the same prompt at the same time fill a block each, and block
+tables are append-only, so both stay: a key can have several copies as long as sequences use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lamella.kvtier.keys import Key
+
+
+class PrefixIndex:
+    """key -> block ids, and back. A block is in the index exactly while its content can be hit."""
+
+    __slots__ = ("_copies", "_first", "_key_of", "_parent_of")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._first: dict[Key, int] = {}
+        self._copies: dict[Key, list[int]] = {}
+        """Further blocks with the same content; rarely any."""
+        self._key_of: list[Key | None] = [None] * num_blocks
+        self._parent_of: list[Key | None] = [None] * num_blocks
+
+    def find(self, key: Key) -> int | None:
+        """The first block with this content."""
+        return self._first.get(key)
+
+    def blocks(self, key: Key) -> list[int]:
+        """All blocks with this content."""
+        first = self._first.get(key)
+        if first is None:
+            return []
+        return [first, *self._copies.get(key, ())]
+
+    def has_copies(self, key: Key) -> bool:
+        return key in self._copies
+
+    def add(self, key: Key, parent: Key | None, block_id: int) -> bool:
+        """Content of a block that was just sealed. parent: None for a sequence's first block.
+
+        False if another block holds the same content already.
+        """
+        assert self._key_of[block_id] is None, f"block {block_id} has a key already"
+        self._key_of[block_id] = key
+        self._parent_of[block_id] = parent
+        if key not in self._first:
+            self._first[key] = block_id
+            return True
+        self._copies.setdefault(key, []).append(block_id)
+        return False
+
+    def remove(self, block_id: int) -> bool:
+        """The block's content can no longer be hit there. True if that was its last copy."""
+        key = self._key_of[block_id]
+        assert key is not None, f"block {block_id} has no key"
+        self._key_of[block_id] = self._parent_of[block_id] = None
+        copies = self._copies.get(key)
+        if copies is None:
+            assert self._first[key] == block_id
+            del self._first[key]
+            return True
+        if self._first[key] == block_id:
+            self._first[key] = copies.pop(0)
+        else:
+            copies.remove(block_id)
+        if not copies:
+            del self._copies[key]
+        return False
+
+    def key_of(self, block_id: int) -> Key | None:
+        return self._key_of[block_id]
+
+    def parent_of(self, block_id: int) -> Key | None:
+        return self._parent_of[block_id]
+
+    def descendants(self, keys: set[Key]) -> set[Key]:
+        """keys and everything that hangs on them. Walks the whole index: for rare events only."""
+        children: dict[Key, list[Key]] = {}
+        for key, block_id in self._first.items():
+            for copy in (block_id, *self._copies.get(key, ())):
+                parent = self._parent_of[copy]
+                if parent is not None:
+                    children.setdefault(parent, []).append(key)
+        found: set[Key] = set()
+        front = [key for key in keys if key in self._first]
+        while front:
+            key = front.pop()
+            if key not in found:
+                found.add(key)
+                front.extend(children.get(key, ()))
+        return found
+
+    def __len__(self) -> int:
+        """Number of different contents."""
+        return len(self._first)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._first
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._first)
+
+    def check(self) -> None:
+        """key -> blocks and block -> key say the same."""
+        seen: set[int] = set()
+        for key in self._first:
+            blocks = self.blocks(key)
+            assert len(set(blocks)) == len(blocks), f"key {key.hex()} lists a block twice"
+            assert len(blocks) > 1 or key not in self._copies
+            for block_id in blocks:
+                assert self._key_of[block_id] == key, f"block {block_id} is listed under a key that it does not have"
+            seen.update(blocks)
+        assert self._copies.keys() <= self._first.keys()
+        for block_id, key_or_none in enumerate(self._key_of):
+            assert (key_or_none is not None) == (block_id in seen), f"block {block_id} has a key that is not listed"

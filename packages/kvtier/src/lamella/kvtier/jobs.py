@@ -1,0 +1,85 @@
+"""Copies of blocks between tiers, as they cross from the control plane to whoever moves bytes, and back.
+
+    CopyJob  ──copy──▶  mover  ──▶  TicketResult(ticket, ok)
+    Ticket: PENDING ──▶ DONE | FAILED | CANCELLED      exactly once
+
+A location is readable only after the ticket of the job that wrote it is DONE. Locations are free of ranks: the same
+slot id in every rank's region; a ticket is done when all ranks are, failed when any is.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from lamella.kvtier.keys import Key
+
+Tier = Literal["device", "host", "disk", "external"]
+TicketId = int
+
+
+class Location(NamedTuple):
+    """Where one block's bytes lie."""
+
+    tier: Tier
+    group: int
+    slot: int
+    """Device: block id. Host: slot of the slab. Disk: record number."""
+
+
+class CopyJob(NamedTuple):
+    """Copy one block. Source and target stay pinned until the ticket ends."""
+
+    ticket: TicketId
+    key: Key
+    source: Location
+    target: Location
+    num_bytes: int
+    after_step: int = -1
+    """The source is complete, or the target no longer read, once this step has run; -1: already."""
+
+
+class TicketResult(NamedTuple):
+    """How a job ended, over all ranks."""
+
+    ticket: TicketId
+    ok: bool
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class TicketState(Enum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Ticket:
+    """Handle of one copy in flight. It ends exactly once; a second end is a broken invariant."""
+
+    __slots__ = ("error", "job", "state")
+
+    def __init__(self, job: CopyJob) -> None:
+        self.job = job
+        self.state = TicketState.PENDING
+        self.error: str | None = None
+
+    @property
+    def readable(self) -> bool:
+        """Whether the target's bytes may be read."""
+        return self.state is TicketState.DONE
+
+    def complete(self, result: TicketResult) -> None:
+        """End as DONE or FAILED. What is unknown counts as failed: then the caller recomputes."""
+        assert result.ticket == self.job.ticket, f"result of ticket {result.ticket} given to {self.job.ticket}"
+        self._end(TicketState.DONE if result.ok else TicketState.FAILED)
+        self.error = result.error
+
+    def cancel(self) -> None:
+        """End without a result: the job was never started."""
+        self._end(TicketState.CANCELLED)
+
+    def _end(self, state: TicketState) -> None:
+        assert self.state is TicketState.PENDING, f"ticket {self.job.ticket} ends twice: {self.state} then {state}"
+        self.state = state

@@ -1,0 +1,119 @@
+"""Chained block keys: the identity of a block's content.
+
+    root     = H(tag root, adapter, cache salt)
+    key[0]   = H(root,   tokens of block 0, media of block 0)
+    key[i]   = H(key[i-1], tokens of block i, media of block i)
+
+A key therefore names everything left of it too: equal keys, equal prefix. Everything that goes into H is tagged and
+carries its length, so that no two different contents have the same encoding. H is BLAKE2b with 32 bytes: stable over
+processes, machines and versions (never Python's hash()).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+KEY_BYTES = 32
+
+Key = bytes
+
+_PERSON = b"lamella.kv.1"
+_blake2b = hashlib.blake2b
+
+
+class Media(NamedTuple):
+    """An image, sound or other item whose placeholder tokens lie at [start, start + length)."""
+
+    digest: bytes
+    start: int
+    length: int
+
+
+class Extras(NamedTuple):
+    """What makes equal token ids different content."""
+
+    adapter: str | None = None
+    salt: str | None = None
+    """Requests share blocks only with requests of the same salt."""
+    media: tuple[Media, ...] = ()
+    """In order of start."""
+
+
+NO_EXTRAS = Extras()
+
+
+def root_key(extras: Extras = NO_EXTRAS) -> Key:
+    """The parent of a sequence's first block."""
+    digest = _blake2b(b"R", digest_size=KEY_BYTES, person=_PERSON)
+    if extras.adapter is not None:
+        digest.update(_tagged(b"A", extras.adapter.encode()))
+    if extras.salt is not None:
+        digest.update(_tagged(b"S", extras.salt.encode()))
+    return digest.digest()
+
+
+def block_key(parent: Key, token_ids: Sequence[int], media: Sequence[tuple[bytes, int]] = ()) -> Key:
+    """Key of a full block.
+
+    media: (digest, start of the item relative to the block's start) of every item that overlaps the block. The start
+    may be negative: an item that began in an earlier block.
+    """
+    n = len(token_ids)
+    digest = _blake2b(parent + struct.pack(f"<cI{n}I", b"T", n, *token_ids), digest_size=KEY_BYTES, person=_PERSON)
+    for item, start in media:
+        digest.update(_tagged(b"M", struct.pack("<q", start) + item))
+    return digest.digest()
+
+
+class KeyChain:
+    """Keys of one sequence's full blocks, extended as tokens come: appending costs O(new tokens).
+
+    token_ids   [ block 0 ][ block 1 ] … [ block n-1 ][ open tail )
+    keys          keys[0]    keys[1]        keys[n-1]   none yet
+    """
+
+    __slots__ = ("_root", "_struct", "block_size", "keys", "media")
+
+    def __init__(self, block_size: int, extras: Extras = NO_EXTRAS) -> None:
+        self.block_size = block_size
+        self.keys: list[Key] = []
+        self.media = extras.media
+        self._root = root_key(extras)
+        self._struct = struct.Struct(f"<cI{block_size}I")
+
+    def extend(self, token_ids: Sequence[int], up_to: int | None = None) -> list[Key]:
+        """Add the keys of the full blocks in token_ids[:up_to] that have none yet; return all keys.
+
+        token_ids is the whole sequence from position 0; ids that already have a key must not have changed.
+        """
+        size = self.block_size
+        keys = self.keys
+        num_full = (len(token_ids) if up_to is None else up_to) // size
+        if len(keys) >= num_full:
+            return keys
+        parent = keys[-1] if keys else self._root
+        pack = self._struct.pack
+        for block in range(len(keys), num_full):
+            start = block * size
+            if self.media:
+                parent = block_key(parent, token_ids[start : start + size], self._media_of(start))
+            else:
+                content = parent + pack(b"T", size, *token_ids[start : start + size])
+                parent = _blake2b(content, digest_size=KEY_BYTES, person=_PERSON).digest()
+            keys.append(parent)
+        return keys
+
+    def parent(self, block: int) -> Key:
+        """Key of the block before this one; the root for block 0."""
+        return self.keys[block - 1] if block else self._root
+
+    def _media_of(self, start: int) -> list[tuple[bytes, int]]:
+        end = start + self.block_size
+        return [(m.digest, m.start - start) for m in self.media if m.start < end and m.start + m.length > start]
+
+
+def _tagged(tag: bytes, content: bytes) -> bytes:
+    return tag + len(content).to_bytes(4, "little") + content
