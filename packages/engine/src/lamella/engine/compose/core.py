@@ -1,0 +1,160 @@
+"""The core process: `python -m lamella.engine.compose.core`, started by links.process.ProcessLink.
+
+    standard input ─ start message ─► build the core ─► CoreLoop on the main thread
+                   └ end of file  ─► the client is gone: end
+    input thread    PULL ─► decode ─► inbox
+    output thread   outbox ─► encode ─► PUSH
+
+SIGTERM drains: what runs may finish, new requests are refused. SIGINT is the client's business. Whatever else ends the
+core is told in a last Dead message, and the exit code is not 0.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+import zmq
+
+from lamella.engine.core_loop import Core, CoreCrash, CoreLoop, Inbox
+from lamella.engine.errors import EngineError
+from lamella.engine.links.process import CoreStart
+from lamella.engine.wire import Dead, Progress, ToClient, encoder, to_core
+
+EXIT_GRACE_S = 5.0
+"""What the core gets to end by itself once its client is gone."""
+
+log = logging.getLogger("lamella.core")
+
+
+class Outbox:
+    """The output thread: encodes and sends, so that the main thread goes on with the next step."""
+
+    def __init__(self, address: str) -> None:
+        self._queue: queue.SimpleQueue[ToClient | None] = queue.SimpleQueue()
+        self._address = address
+        self._thread = threading.Thread(target=self._run, name="core-output", daemon=True)
+        self._thread.start()
+
+    def put(self, message: ToClient) -> None:
+        """Queue a message."""
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """Return when everything queued has been sent or its receiver is gone."""
+        self._queue.put(None)
+        self._thread.join(EXIT_GRACE_S)
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, int(EXIT_GRACE_S * 1000))
+        socket.connect(self._address)
+        while (message := self._queue.get()) is not None:
+            socket.send(encoder.encode(message))
+        socket.close()
+        context.term()  # waits until the last message is out
+
+
+def main() -> int:
+    """Run the core of the start message on standard input; returns the exit code."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = read_start()
+    if start is None:
+        return 1
+    logging.basicConfig(stream=sys.stderr, level=start.log_level, format="%(asctime)s %(name)s %(message)s")
+    inbox = Inbox()
+
+    def terminate(_signal: int, _frame: FrameType | None) -> None:
+        inbox.drain()
+
+    signal.signal(signal.SIGTERM, terminate)
+    threading.excepthook = thread_died
+    outbox = Outbox(start.to_client)
+    threading.Thread(target=watch_client, args=(inbox,), name="core-parent", daemon=True).start()
+    receive(start.to_core, inbox)
+    try:
+        core = build(start, outbox.put)
+        if core is None:
+            return 1
+        gc.collect()
+        gc.freeze()
+        CoreLoop(core, inbox, outbox.put).run()
+    except CoreCrash:
+        log.exception("the engine core crashed")
+        return 1
+    finally:
+        outbox.close()
+    return 0
+
+
+def read_start() -> CoreStart | None:
+    """The start message; None if the client went away before it."""
+    stdin = sys.stdin.buffer
+    head = stdin.read(4)
+    body = stdin.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+    return msgspec.msgpack.decode(body, type=CoreStart) if body else None
+
+
+def build(start: CoreStart, emit: Callable[[ToClient], None]) -> Core | None:
+    """Call the factory; None if it cannot, which has then been told."""
+    module, _, function = start.factory.partition(":")
+    try:
+        factory: Callable[[Any, Callable[[str], None]], Core] = getattr(importlib.import_module(module), function)
+        return factory(start.config, lambda text: emit(Progress(text)))
+    except Exception as error:
+        # a user's mistake is one line; anything else needs its traceback
+        expected = isinstance(error, (EngineError, OSError)) or type(error).__module__.startswith("lamella.")
+        if not expected:
+            log.exception("the engine core could not start")
+        emit(Dead(str(error) if expected else f"{type(error).__name__}: {error}"))
+        return None
+
+
+def watch_client(inbox: Inbox) -> None:
+    """Wait for the end of standard input; then end the loop, and the process if the loop does not end."""
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    inbox.close()
+    threading.Event().wait(EXIT_GRACE_S)
+    os._exit(1)
+
+
+def thread_died(args: threading.ExceptHookArgs) -> None:
+    """A core without its input or output thread would hang unseen: end the process instead."""
+    log.error("thread %s of the engine core failed", args.thread and args.thread.name, exc_info=args.exc_value)
+    os._exit(1)
+
+
+def receive(address: str, inbox: Inbox) -> None:
+    """Bind the incoming socket, and start the thread that fills the inbox."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(address)
+
+    def run() -> None:
+        while True:
+            inbox.put(to_core.decode(socket.recv()))
+
+    threading.Thread(target=run, name="core-input", daemon=True).start()
+
+
+if __name__ == "__main__":
+    code = main()
+    # threads of libraries must not hold up the end; what counts has been flushed
+    sys.stderr.flush()
+    os._exit(code)

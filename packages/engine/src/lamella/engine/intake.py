@@ -1,0 +1,111 @@
+"""From what a caller asks to a Request: ids, limits, checks. Pure; both the server and the Python face use it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lamella.engine.errors import RequestError
+from lamella.engine.request import Request, SamplingParams
+from lamella.engine.text.tokenizer import Tokenizer
+
+
+class Intake:
+    """Makes the requests of one client. Ids are unique within it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """vocab_size: the model's, which may be wider than the tokenizer's."""
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._clock = clock
+        self._numbers = itertools.count(1)
+
+    def request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        param: str = "prompt",
+    ) -> Request:
+        """A checked request for a text or for token ids. `param` names the prompt in errors.
+
+        Raises RequestError for an empty prompt, one that the context does not hold, and ids outside the vocabulary.
+        The parameters must have been validated.
+        """
+        if isinstance(prompt, str):
+            prompt_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            prompt_ids = list(prompt)
+            self._check_ids(prompt_ids, param)
+        if not prompt_ids:
+            raise RequestError(f"{param} has no tokens", param)
+        return Request(
+            request_id=f"r{next(self._numbers):x}",
+            prompt_ids=prompt_ids,
+            params=self._normal(params),
+            max_tokens=self._max_tokens(len(prompt_ids), params, param),
+            eos_ids=list(self.tokenizer.eos_ids),
+            bad_words_ids=self._bad_words(params),
+            priority=priority,
+            arrival_s=self._clock(),
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        if {type(token_id) for token_id in ids} - {int}:
+            raise RequestError(f"{param} must hold integers", param)
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+            raise RequestError(f"{param} has token id {wrong}, valid ids are 0 to {self.vocab_size - 1}", param)
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, param: str) -> int:
+        room = self.max_model_len - prompt_len
+        if room < 0 or (room == 0 and params.max_tokens != 0):
+            needed = "" if room < 0 else " and leaves no room for an output"
+            raise RequestError(
+                f"{param} has {prompt_len} tokens{needed}; the context holds {self.max_model_len} tokens, prompt and "
+                "output together",
+                param,
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but only {max_tokens} tokens can follow the prompt's {prompt_len}",
+                "min_tokens",
+            )
+        return max_tokens
+
+    def _normal(self, params: SamplingParams) -> SamplingParams:
+        """Off values in one spelling, and no more candidates than there are tokens."""
+        changes: dict[str, int] = {}
+        if params.top_k < 0 or params.top_k >= self.vocab_size:
+            changes["top_k"] = 0
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.vocab_size:
+                changes[name] = self.vocab_size
+        return msgspec.structs.replace(params, **changes) if changes else params
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        if not params.bad_words:
+            return []
+        sequences = self.tokenizer.encode_bad_words(params.bad_words)
+        if not sequences:
+            raise RequestError("bad_words has no word that the vocabulary can write", "bad_words")
+        return sequences

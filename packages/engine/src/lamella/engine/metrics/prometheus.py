@@ -1,0 +1,156 @@
+"""The counters in Prometheus' text format. Names are those that dashboards for vLLM use, with the prefix `lamella:`
+instead of `vllm:`. Labels: model_name, engine (always 0 so far).
+
+    gauges      num_requests_running, num_requests_waiting        sequences that run, that wait
+                kv_cache_usage_perc                               0 … 1
+                cache_config_info                                 1; the labels say block size, blocks, tokens
+    counters    prompt_tokens, generation_tokens, prompt_tokens_cached,
+                prefix_cache_queries, prefix_cache_hits           in tokens
+                num_preemptions, engine_steps, engine_step_seconds, engine_schedule_seconds
+                spec_decode_num_drafts, spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens,
+                spec_decode_num_accepted_tokens_per_pos{position}
+                request_success{finished_reason}                  sequences by the way they ended
+                admission_rejections                              requests answered with 503
+    histograms  time_to_first_token_seconds                       arrival at the server to the first token
+                inter_token_latency_seconds                       gap between the tokens of a sequence
+                request_time_per_output_token_seconds             (last − first token) / (tokens − 1), per sequence
+                e2e_request_latency_seconds, request_queue_time_seconds, request_prefill_time_seconds,
+                request_decode_time_seconds, request_inference_time_seconds
+                request_prompt_tokens, request_generation_tokens, request_params_n, request_params_max_tokens
+                iteration_tokens_total                            tokens of a step
+    HTTP        http_requests{handler, method, status}, http_request_duration_seconds{handler}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+
+from lamella.engine.metrics.counters import Histogram, ServerCounters
+from lamella.engine.wire import CoreInfo
+
+PREFIX = "lamella:"
+LABELS = ("model_name", "engine")
+
+
+class Exporter:
+    """Answers a scrape."""
+
+    def __init__(self, counters: ServerCounters, info: CoreInfo, model_name: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_EngineCollector(counters, info, model_name))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Body and content type in the format that the Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _EngineCollector:
+    """Makes the metric families anew for each scrape."""
+
+    def __init__(self, counters: ServerCounters, info: CoreInfo, model_name: str) -> None:
+        self._counters = counters
+        self._info = info
+        self._values = (model_name, "0")
+
+    def collect(self) -> Iterator[Metric]:
+        counters, stats = self._counters, self._counters.stats
+        yield self._gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait to be scheduled", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.kv_usage)
+        yield self._cache_config()
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("prompt_tokens_cached", "Prompt tokens that the prefix cache gave", counters.cached_prompt_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("num_preemptions", "Sequences preempted", stats.preemptions),
+            ("engine_steps", "Steps executed", stats.steps),
+            ("engine_step_seconds", "Time that the runner worked", stats.step_seconds),
+            ("engine_schedule_seconds", "Time spent planning and committing", stats.schedule_seconds),
+            ("spec_decode_num_drafts", "Drafts checked", stats.spec_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens checked", stats.spec_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.spec_accepted_tokens),
+            ("admission_rejections", "Requests answered with 503", counters.rejected),
+        ):
+            yield self._counter(name, text, value)
+        yield self._by_label(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft",
+            "position",
+            {str(i): count for i, count in enumerate(stats.spec_accepted_per_pos)},
+        )
+        yield self._by_label("request_success", "Sequences ended, by reason", "finished_reason", counters.finished)
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token", counters.ttft_s),
+            ("inter_token_latency_seconds", "Gap between tokens of a sequence", counters.gap_s),
+            ("request_time_per_output_token_seconds", "Mean gap of a sequence", counters.per_token_s),
+            ("e2e_request_latency_seconds", "Arrival to last token", counters.request_s),
+            ("request_queue_time_seconds", "Arrival in the core to first step", counters.queue_s),
+            ("request_prefill_time_seconds", "First step to first token", counters.prefill_s),
+            ("request_decode_time_seconds", "First to last token", counters.decode_s),
+            ("request_inference_time_seconds", "First step to last token", counters.inference_s),
+            ("request_prompt_tokens", "Prompt tokens of a request", counters.prompt_tokens),
+            ("request_generation_tokens", "Tokens generated for a sequence", counters.generation_tokens),
+            ("request_params_n", "Sequences asked for", counters.num_sequences),
+            ("request_params_max_tokens", "Most tokens a sequence could get", counters.max_tokens),
+            ("iteration_tokens_total", "Tokens of a step", counters.step_tokens),
+        ):
+            family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
+            _fill(family, self._values, histogram)
+            yield family
+        yield from self._http()
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _by_label(self, name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._values, key), value)
+        return family
+
+    def _cache_config(self) -> GaugeMetricFamily:
+        info = self._info
+        family = GaugeMetricFamily(
+            PREFIX + "cache_config_info",
+            "Shape of the KV cache",
+            labels=(*LABELS, "block_size", "num_blocks", "kv_tokens", "max_model_len", "max_num_seqs"),
+        )
+        blocks = ",".join(map(str, info.num_blocks))
+        values = (info.block_size, blocks, info.kv_tokens, info.max_model_len, info.max_num_seqs)
+        family.add_metric((*self._values, *map(str, values)), 1)
+        return family
+
+    def _http(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            PREFIX + "http_requests", "HTTP answers", labels=(*LABELS, "handler", "method", "status")
+        )
+        for (handler, method, status), count in self._counters.http.items():
+            requests.add_metric((*self._values, handler, method, str(status)), count)
+        yield requests
+        seconds = HistogramMetricFamily(
+            PREFIX + "http_request_duration_seconds", "Time to the end of the answer", labels=(*LABELS, "handler")
+        )
+        for handler, histogram in self._counters.http_s.items():
+            _fill(seconds, (*self._values, handler), histogram)
+        yield seconds
+
+
+def _fill(family: HistogramMetricFamily, labels: tuple[str, ...], histogram: Histogram) -> None:
+    buckets = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in histogram.cumulative()]
+    family.add_metric(labels, buckets, histogram.total)

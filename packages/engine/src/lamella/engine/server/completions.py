@@ -1,0 +1,219 @@
+"""POST /v1/completions: one or several prompts, n choices for each."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, NamedTuple
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lamella.engine.errors import RequestError
+from lamella.engine.generation import Generation
+from lamella.engine.request import Request
+from lamella.engine.server import sse
+from lamella.engine.server.body import decode, read_body
+from lamella.engine.server.errors import json_response
+from lamella.engine.server.job import Job
+from lamella.engine.server.logprobs import completion_logprobs, prompt_logprobs
+from lamella.engine.server.schema_completions import DEFAULT_MAX_TOKENS, CompletionRequest, prompts
+from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
+from lamella.engine.server.state import ServerState
+from lamella.engine.server.unsupported import ACCEPTED, COMPLETIONS
+from lamella.engine.text.detokenizer import Detokenizer
+from lamella.engine.text.logprobs import PositionLogprobs, TokenLogprob, token_text_after
+from lamella.engine.text.output import Piece
+
+
+async def create_completion(http: HttpRequest) -> Response | sse.EventStream:
+    """Go on with prompts, at once or as a stream."""
+    state: ServerState = http.app.state.server
+    arrival_s = state.clock()
+    state.admit()
+    raw = await read_body(http, state.options.max_body_bytes)
+    decoded = decode(raw, CompletionRequest, COMPLETIONS, ACCEPTED)
+    body: CompletionRequest = decoded.fields
+    model = state.model(body.model)
+    requests = await state.off_loop(len(raw), lambda: prepare(state, body))
+    job = Job(state, requests, arrival_s)
+    answer = CompletionAnswer(state, job, body, model)
+    if body.stream:
+        return sse.EventStream(job, answer, decoded.headers)
+    await job.finish(http.receive)
+    return json_response(answer.whole(), headers=decoded.headers)
+
+
+def prepare(state: ServerState, body: CompletionRequest) -> list[Request]:
+    """Tokens and parameters of each prompt. Raises RequestError."""
+    check_stream_options(body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError("max_tokens 0 needs echo: true, or there is no answer", "max_tokens")
+    params = sampling_params(
+        body,
+        state.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        vocab_size=state.vocab_size,
+        max_logprobs=state.options.max_logprobs,
+        # an echoed prompt is scored as the output is
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    return [
+        state.intake.request(
+            prompt,
+            params,
+            add_special_tokens=body.add_special_tokens is not False,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+        )
+        for prompt in prompts(body.prompt)
+    ]
+
+
+class Echo(NamedTuple):
+    """A prompt as the client gets it back."""
+
+    text: str
+    offsets: list[int]
+    """Where in the text each of its tokens begins."""
+
+
+class CompletionAnswer:
+    """What a job's outputs look like to the client: one object, or chunks (as sse.ChunkWriter)."""
+
+    def __init__(self, state: ServerState, job: Job, body: CompletionRequest, model: str) -> None:
+        self._job = job
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._fingerprint = state.fingerprint
+        self._num_sequences = body.n or 1
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._return_ids = bool(body.return_token_ids)
+        self._with_logprobs = body.logprobs is not None
+        self._tells_scores = body.prompt_logprobs is not None
+        self._echoes: list[Echo] | None = None
+        if body.echo:
+            given = prompts(body.prompt)
+            self._echoes = [echo(generation, prompt) for generation, prompt in zip(job.generations, given)]
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._running_usage = bool(options and options.continuous_usage_stats)
+        self._opened: set[int] = set()
+        self._chunks = sse.Chunks(
+            sse.COMPLETION,
+            answer_id=self._id,
+            created=self._created,
+            model=model,
+            fingerprint=self._fingerprint,
+            include_usage=self._include_usage,
+        )
+        # chunks that carry nothing but text take the short way
+        self._simple = not (self._with_logprobs or self._return_ids or self._running_usage)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one object."""
+        choices = []
+        for number, generation in enumerate(self._job.generations):
+            scores = generation.prompt_logprobs() if self._tells_scores else None
+            for output in generation.outputs:
+                echoed = self._echoes[number] if self._echoes is not None else None
+                choice: dict[str, Any] = {
+                    "index": number * self._num_sequences + output.index,
+                    "text": (echoed.text if echoed is not None else "") + output.text,
+                    "logprobs": self._logprobs(generation, echoed, output.logprobs, output.offsets, opens=True),
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                }
+                if scores is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(scores)
+                if self._return_ids:
+                    choice["token_ids"] = output.token_ids
+                    choice["prompt_token_ids"] = generation.request.prompt_ids
+                choices.append(choice)
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+            "usage": sse.usage_json(self._job.usage),
+        }
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        """A chunk for a piece. The first one of a choice begins with the echoed prompt."""
+        number = choice // self._num_sequences
+        opens = choice not in self._opened
+        self._opened.add(choice)
+        text, echoed = piece.text, None
+        if self._echoes is not None:
+            echoed = self._echoes[number]
+            if opens:
+                text = echoed.text + text
+        if piece.finish_reason is None:
+            if self._simple:
+                return self._chunks.text(choice, text) if text else b""
+            if not (text or piece.token_ids):
+                return b""
+        generation = self._job.generations[number]
+        extra: dict[str, Any] = {}
+        if piece.finish_reason is not None:
+            extra["stop_reason"] = piece.stop_reason
+        if self._return_ids:
+            extra["token_ids"] = piece.token_ids
+            if opens:
+                extra["prompt_token_ids"] = generation.request.prompt_ids
+        return self._chunks.full(
+            choice,
+            text,
+            logprobs=self._logprobs(generation, echoed, piece.logprobs, piece.offsets or [], opens=opens),
+            finish_reason=piece.finish_reason,
+            usage=self._job.usage if self._running_usage else None,
+            extra=extra,
+        )
+
+    def last(self) -> bytes:
+        """The usage, if it was asked for."""
+        return self._chunks.usage(self._job.usage) if self._include_usage else b""
+
+    def _logprobs(
+        self,
+        generation: Generation,
+        echoed: Echo | None,
+        positions: list[PositionLogprobs] | None,
+        offsets: list[int],
+        *,
+        opens: bool,
+    ) -> dict[str, list[Any]] | None:
+        """Of the given positions; `opens`: and of the echoed prompt in front of them."""
+        if positions is None:
+            return None
+        if echoed is None:
+            return completion_logprobs(positions, offsets, as_ids=self._as_ids)
+        result = completion_logprobs(positions, offsets, as_ids=self._as_ids, shift=len(echoed.text))
+        if not opens:
+            return result
+        tokenizer, first_id = generation.tokenizer, generation.request.prompt_ids[0]
+        first_text = token_text_after(tokenizer, first_id, ())
+        first = TokenLogprob(first_id, first_text, tokenizer.token_bytes(first_id), 0.0)
+        prompt = completion_logprobs(
+            generation.prompt_logprobs() or [], echoed.offsets, as_ids=self._as_ids, first=first
+        )
+        return {key: prompt[key] + result[key] for key in result}
+
+
+def echo(generation: Generation, prompt: str | list[int]) -> Echo:
+    """The prompt's text as given, or as its ids read, and its tokens' places."""
+    params = generation.request.params
+    stream = Detokenizer(generation.tokenizer, (), params.skip_special_tokens)
+    parts, offsets, length = [], [], 0
+    for token_id in generation.request.prompt_ids:
+        offsets.append(length)
+        parts.append(stream.push(token_id))
+        length += len(parts[-1])
+    if isinstance(prompt, str):
+        return Echo(prompt, offsets)
+    return Echo("".join(parts) + stream.flush(), offsets)
