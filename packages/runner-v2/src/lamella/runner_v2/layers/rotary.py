@@ -20,6 +20,8 @@ def make_table(rope: RopeConfig, head_dim: int, max_position: int, max_len: int,
     """The table for positions [0, max_position). max_len: longest text that is served."""
     width = head_dim if rope.rotary_dim is None else rope.rotary_dim
     inverse, factor = _KINDS[rope.kind](rope, width, max_len)
+    if rope.freq_factors is not None:
+        inverse = inverse / _divisors(rope.freq_factors, width)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inverse)
     return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
@@ -90,13 +92,18 @@ def _yarn_factor(rope: RopeConfig) -> float:
 def _longrope(rope: RopeConfig, width: int, max_len: int) -> tuple[torch.Tensor, float]:
     """A divisor per pair, one set for texts within the original context and one for longer ones."""
     original = _original(rope)
-    factors = rope.long_factor if max_len > original else rope.short_factor
-    if factors is None or len(factors) != width // 2:
-        raise ConfigError(f"longrope needs {width // 2} short and long factors, one per rotating pair")
+    divisors = _divisors(rope.long_factor if max_len > original else rope.short_factor, width)
     factor = rope.attention_factor
     if factor is None:
         factor = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
-    return _inverse(rope.theta, width) / torch.tensor(factors, dtype=torch.float32), factor
+    return _inverse(rope.theta, width) / divisors, factor
+
+
+def _divisors(factors: tuple[float, ...] | None, width: int) -> torch.Tensor:  # [width / 2]
+    if factors is None or len(factors) != width // 2:
+        given = 0 if factors is None else len(factors)
+        raise ConfigError(f"rotary factors: {width // 2} are needed, one per rotating pair, {given} are given")
+    return torch.tensor(factors, dtype=torch.float32)
 
 
 def _original(rope: RopeConfig) -> int:

@@ -49,10 +49,13 @@ def create_providers(config: RunnerConfig) -> tuple[Provider, ...]:
 
 
 def _create_host(config: RunnerConfig) -> Provider | None:
-    if config.device != "cpu" or not _has_native():
+    if config.device != "cpu":
         return None
-    from lamella.runner_v2.ops.providers.host import HostProvider
-
+    try:
+        from lamella.runner_v2.ops.providers.host import HostProvider
+    except ImportError as error:
+        _warn_once(f"no native module ({error}): the torch reference ops serve, which is slower")
+        return None
     return HostProvider()
 
 
@@ -63,14 +66,8 @@ def _create_torch(config: RunnerConfig) -> Provider:
 
 
 @cache
-def _has_native() -> bool:
-    """Whether the compiled module is there; says so once if not."""
-    try:
-        from lamella.runner_v2 import _C  # noqa: F401
-    except ImportError as error:
-        _log.warning("no native module (%s): the torch reference ops serve, which is slower", error)
-        return False
-    return True
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 _CREATORS: dict[str, Callable[[RunnerConfig], Provider | None]] = {"host": _create_host, "torch": _create_torch}

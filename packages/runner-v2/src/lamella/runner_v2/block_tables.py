@@ -1,0 +1,56 @@
+"""Block tables of all device rows, persistent on the device and changed by deltas only.
+
+table of a row in a group:   [ b0 | b1 | b2 | 0 | 0 | ... ]     entry i holds positions [i * block_size, ...)
+                               ^ 0 also left of a sliding window: the null block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lamella.runner_v2.kv_cache import NULL_BLOCK, blocks_for
+
+
+class BlockTables:
+    """One table [max_num_rows, max_blocks] int32 per group."""
+
+    def __init__(self, num_groups: int, max_num_rows: int, max_len: int, block_size: int, device: str) -> None:
+        self.block_size = block_size
+        self.max_blocks = blocks_for(max_len, block_size)
+        self._tables = [
+            torch.full((max_num_rows, self.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+            for _ in range(num_groups)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def reset(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
+        """A row got a new owner with these blocks per group."""
+        assert len(blocks) == len(self._tables), f"{len(blocks)} tables for {len(self._tables)} groups"
+        for group, block_ids in enumerate(blocks):
+            self._tables[group][row].fill_(NULL_BLOCK)
+            self.write(row, group, 0, block_ids)
+
+    def write(self, row: int, group: int, start: int, block_ids: Sequence[int]) -> None:
+        """table[start : start + len(block_ids)] = block_ids."""
+        end = start + len(block_ids)
+        assert 0 <= start <= end <= self.max_blocks, f"row {row}: blocks [{start}, {end}) of {self.max_blocks}"
+        self._tables[group][row, start:end] = torch.tensor(block_ids, dtype=torch.int32)
+
+    def gather(self, group: int, rows: torch.Tensor, max_len: int) -> torch.Tensor:
+        """Tables of device rows ([R] int64), as far as max_len tokens need them -> [R, blocks] int32."""
+        return self._tables[group].narrow(1, 0, blocks_for(max_len, self.block_size)).index_select(0, rows)
+
+    def slots(
+        self,
+        group: int,
+        tokens: torch.Tensor,  # [T] int64 place of each token's block in the flattened table
+        offsets: torch.Tensor,  # [T] int64 place of the token in its block
+    ) -> torch.Tensor:
+        """Slots [T] int64 of tokens; -1 where the row has no block there."""
+        blocks = self._tables[group].view(-1).index_select(0, tokens)
+        slots = blocks * self.block_size + offsets
+        return torch.where(blocks == NULL_BLOCK, -1, slots)
