@@ -85,12 +85,11 @@ class BatchBuilder:
         if work is None:
             assert last is not None, "the first step must say what to compute"
             work = last.work
-        if last is not None and (work is last.work or work == last.work):
-            reach = self._state.planned_len[last.rows] + last.query_lens
-            if np.array_equal(reach >= self._state.known_len[last.rows], last.samples):
-                return last
-        self._last = self._lay_out(work)
-        return self._last
+        if last is None or not (work is last.work or work == last.work) or self._samples_change(last):
+            last = self._last = self._lay_out(work)
+        reach = self._state.planned_len[last.rows] + last.query_lens
+        assert (reach <= self._tables.capacity[:, last.rows]).all(), "a row lacks blocks for its tokens"
+        return last
 
     def build(self, layout: BatchLayout) -> StepBatch:
         """Ids, positions, lengths and slots, all derived on the device from the rows."""
@@ -136,6 +135,11 @@ class BatchBuilder:
         place = np.repeat(np.arange(len(layout.sampled)), np.diff(layout.sampled_start))
         flat = np.maximum(drafts.cpu().numpy().reshape(-1), 0)  # what follows a missing draft is discarded
         return LogitsRows(rows, positions, draft_idx, (place * width).astype(np.int32), flat)
+
+    def _samples_change(self, layout: BatchLayout) -> bool:
+        """Would other rows sample now? A prompt's last chunk may be as long as the one before."""
+        reach = self._state.planned_len[layout.rows] + layout.query_lens
+        return not np.array_equal(reach >= self._state.known_len[layout.rows], layout.samples)
 
     def _lay_out(self, work: Work) -> BatchLayout:
         state, device = self._state, self._device

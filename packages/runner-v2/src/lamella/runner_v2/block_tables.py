@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lamella.runner_v2.kv_cache import NULL_BLOCK, blocks_for
@@ -23,6 +24,8 @@ class BlockTables:
             torch.full((max_num_rows, self.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
             for _ in range(num_groups)
         ]
+        self.capacity = np.zeros((num_groups, max_num_rows), dtype=np.int64)
+        """Tokens that each row's blocks reach to, per group (on the host)."""
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -35,10 +38,11 @@ class BlockTables:
             self.write(row, group, 0, block_ids)
 
     def write(self, row: int, group: int, start: int, block_ids: Sequence[int]) -> None:
-        """table[start : start + len(block_ids)] = block_ids."""
+        """table[start : start + len(block_ids)] = block_ids; the table ends there."""
         end = start + len(block_ids)
         assert 0 <= start <= end <= self.max_blocks, f"row {row}: blocks [{start}, {end}) of {self.max_blocks}"
         self._tables[group][row, start:end] = torch.tensor(block_ids, dtype=torch.int32)
+        self.capacity[group, row] = end * self.block_size
 
     def gather(self, group: int, rows: torch.Tensor, max_len: int) -> torch.Tensor:
         """Tables of device rows ([R] int64), as far as max_len tokens need them -> [R, blocks] int32."""
