@@ -21,7 +21,7 @@ LONG = "The following is a list of facts about the sea. " * 8
 def answers(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     """Token ids and the chosen tokens' log-probabilities, which show any difference of the logits."""
     return [
-        (o.outputs[0].token_ids, [entry.logprobs[0] for entry in o.outputs[0].logprobs])
+        (o.outputs[0].token_ids, [entry.chosen.logprob for entry in o.outputs[0].logprobs])
         for o in llm.generate(prompts, params)
     ]
 

@@ -10,10 +10,11 @@ import torch
 
 from lamella.runner_v2.assembly import Assembly
 from lamella.runner_v2.errors import ConfigError
-from lamella.runner_v2.inputs import InputBatch, ModelInput
+from lamella.runner_v2.inputs import ModelInput
 from lamella.runner_v2.kv_cache import allocate_caches, blocks_for
 from lamella.runner_v2.layers.decoder import Carried
 from lamella.runner_v2.memory import Arena
+from lamella.runner_v2.scoring import prompt_batch
 from lamella.runner_v2.stack import Hooks, LayerStack
 from lamella.runner_v2.step import KvLayout
 
@@ -41,7 +42,9 @@ def profile_prefill(assembly: Assembly, num_tokens: int, device: str, num_runs: 
     num_blocks = blocks_for(num_tokens, limits.block_size) + 1
     layout = KvLayout((num_blocks,) * len(assembly.groups))
     caches = allocate_caches(assembly.groups, layout, limits, Arena("profile", device))
-    batch = _prompt(num_tokens, num_blocks, limits.block_size, len(assembly.groups), device)
+    batch = prompt_batch(
+        torch.zeros(num_tokens, dtype=torch.int32, device=device), limits.block_size, len(assembly.groups)
+    )
     profiles = []
     for _ in range(num_runs):
         plans = tuple(assembly.backend.backend.plan(batch, g) for g in range(len(assembly.groups)))
@@ -62,28 +65,3 @@ def _run(assembly: Assembly, inputs: ModelInput, logits_idx: torch.Tensor) -> Pr
     times.append(time.perf_counter())
     embed_s, *layers_s, finish_s = (end - start for start, end in pairwise(times))
     return PrefillProfile(len(inputs.token_ids), times[-1] - times[0], embed_s, tuple(layers_s), finish_s)
-
-
-def _prompt(num_tokens: int, num_blocks: int, block_size: int, num_groups: int, device: str) -> InputBatch:
-    """One row that computes a whole prompt in blocks 1, 2, ..."""
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    table = torch.arange(1, num_blocks, dtype=torch.int32, device=device).unsqueeze(0)
-    return InputBatch(
-        num_tokens=num_tokens,
-        num_rows=1,
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-        rows=torch.zeros(1, dtype=torch.int64, device=device),
-        token_ids=torch.zeros_like(positions),
-        positions=positions,
-        query_start=ints(0, num_tokens),
-        seq_lens=ints(num_tokens),
-        block_tables=(table,) * num_groups,
-        slot_mapping=(positions.long() + block_size,) * num_groups,
-        logits_idx=ints(num_tokens - 1),
-        logits_start=ints(0, 1),
-    )

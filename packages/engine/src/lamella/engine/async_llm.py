@@ -1,0 +1,140 @@
+"""`AsyncLLM`: the engine in a process of its own, for programs that run on asyncio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from lamella.engine.client import EngineClient
+from lamella.engine.compose.front import CORE_FACTORY, CoreConfig, load_front
+from lamella.engine.config.schema import EngineOptions, engine_options
+from lamella.engine.generation import Generation
+from lamella.engine.intake import Intake
+from lamella.engine.links.process import ProcessLink
+from lamella.engine.outputs import RequestOutput, request_output
+from lamella.engine.prompts import Messages, Prompt, ask, listed_params
+from lamella.engine.request import SamplingParams
+from lamella.engine.wire import CoreInfo, Stats, sequence_id
+
+
+class AsyncLLM:
+    """A model that answers many callers of one event loop at once.
+
+        async with AsyncLLM("smollm2") as llm:
+            output = await llm.generate("Once upon a time")
+            async for piece in llm.stream("Once upon a time"): ...
+
+    Cancelling the awaiting task, or leaving the loop over a stream and closing it, ends the request in the engine.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """Begin to load the model in its own process; `start()`, or entering the context, waits for it."""
+        self._options: EngineOptions = engine_options(model=model, **options)
+        front = load_front(self._options, progress=False)
+        self._tokenizer, self._template = front.tokenizer, front.template
+        config = CoreConfig(options=self._options, model_path=front.path, progress=False)
+        self._client = EngineClient(ProcessLink(CORE_FACTORY, config.to_wire(), log_level="WARNING"))
+        self._intake: Intake | None = None
+
+    async def start(self) -> None:
+        """Wait until the model is loaded. Raises StartError with the reason if it cannot be."""
+        info = await self._client.start()
+        self._intake = Intake(self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+
+    async def close(self) -> None:
+        """End the engine's process; what still runs fails."""
+        await self._client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> CoreInfo:
+        """Values fixed at start."""
+        return self._client.info
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and gauges, as of the engine's last message."""
+        return self._client.stats
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own sampling defaults, which apply where no SamplingParams are given."""
+        return dict(self.info.report["sampling defaults"])
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestOutput:
+        """Continue a prompt and return the whole output."""
+        output: RequestOutput | None = None
+        async for output in self.outputs(prompt, sampling_params, priority=priority):
+            pass
+        assert output is not None
+        return output
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Answer a conversation."""
+        return await self.generate(self._render(messages, chat_template_kwargs), sampling_params, priority=priority)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[str]:
+        """Continue a prompt; the pieces of text as they come. For n = 1."""
+        told = 0
+        async for output in self.outputs(prompt, sampling_params, priority=priority):
+            text = output.outputs[0].text
+            if len(text) > told:
+                yield text[told:]
+                told = len(text)
+
+    async def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[str]:
+        """Answer a conversation; the pieces of text as they come. For n = 1."""
+        async for piece in self.stream(self._render(messages, None), sampling_params, priority=priority):
+            yield piece
+
+    async def outputs(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """The output so far each time something was added; the last one is complete."""
+        assert self._intake is not None, "start() has not finished"
+        (params,) = listed_params(sampling_params, 1, self.sampling_defaults)
+        request, text = ask(
+            self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority
+        )
+        generation = Generation(request, self._tokenizer, request.arrival_s)
+        stream = self._client.submit(request)
+        try:
+            while not generation.finished:
+                deltas = await stream.take()
+                if not deltas:
+                    break
+                now = time.monotonic()
+                for delta in deltas:
+                    piece = generation.push(delta, now)
+                    if piece is not None and piece.still_runs:
+                        stream.stop(delta.request_id, delta.index)
+                yield request_output(generation, text)
+        finally:
+            stream.close()
+
+    def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> list[int]:
+        text = self._template.render(list(messages), add_generation_prompt=True, variables=kwargs)
+        return self._tokenizer.encode(text, False)

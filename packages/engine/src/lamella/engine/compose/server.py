@@ -1,0 +1,56 @@
+"""The server process: binds the port, starts the core's process, then loads the HTTP stack while the core loads.
+
+    bind ─► find the model ─► core process starts ─► import the HTTP stack, read the tokenizer ─► serve
+                              └ loads weights, measures ────────────────────────────────► ready ┘
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+from lamella.engine.cli.console import note
+from lamella.engine.client import EngineClient
+from lamella.engine.compose.front import CORE_FACTORY, CoreConfig, find_model, load_front
+from lamella.engine.config.schema import EngineOptions, ServeOptions
+from lamella.engine.links.process import ProcessLink
+from lamella.engine.server.options import ServerOptions, bind
+
+
+def serve(options: EngineOptions, serve_options: ServeOptions) -> int:
+    """Serve until a signal or the core's death; returns the exit code. Raises StartError if it cannot start."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    for noisy in ("httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    sock = bind(serve_options.host, serve_options.port)
+    source = find_model(options, progress=True)
+    config = CoreConfig(options=options, model_path=str(source.path), progress=True)
+    link = ProcessLink(CORE_FACTORY, config.to_wire())
+    try:
+        # behind the core's start, so that both load at the same time
+        run = importlib.import_module("lamella.engine.server.run")
+        front = load_front(options, progress=True, source=source)
+    except BaseException:
+        link.close(0.0)
+        sock.close()
+        raise
+    code: int = run.run_server(
+        lambda: EngineClient(link, max_queued=options.max_num_queued_reqs, progress=note),
+        front.tokenizer,
+        ServerOptions(
+            served_names=tuple(serve_options.served_model_name) or (options.model,),
+            model_root=front.path,
+            host=serve_options.host,
+            port=serve_options.port,
+            api_keys=tuple(serve_options.api_key),
+            cors_origins=tuple(serve_options.allowed_origins),
+            max_body_bytes=serve_options.max_body_size,
+            drain_timeout_s=serve_options.drain_timeout,
+            max_logprobs=options.max_logprobs,
+            log_stats=serve_options.log_stats,
+        ),
+        template=front.template,
+        sock=sock,
+    )
+    return code

@@ -1,0 +1,294 @@
+"""`LLM`: the engine in this process, driven by the caller's thread.
+
+    prompts ─► Intake ─► core.add            core.run_once ─► deltas ─► Generation ─► outputs
+
+The core steps while a caller waits for output, and only then; several streams share its steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from lamella.engine.compose.build import build_core
+from lamella.engine.compose.front import CoreConfig, load_front
+from lamella.engine.config.schema import EngineOptions, engine_options
+from lamella.engine.errors import EngineError
+from lamella.engine.generation import Generation
+from lamella.engine.intake import Intake
+from lamella.engine.outputs import RequestOutput, request_output
+from lamella.engine.prompts import Asked, Messages, Prompt, ask, listed_params, listed_prompts, seeded
+from lamella.engine.request import SamplingParams
+from lamella.engine.text.output import Piece
+from lamella.engine.text.tokenizer import Tokenizer
+from lamella.engine.wire import CoreInfo, Stats, sequence_id
+
+
+class LLM:
+    """A loaded model that answers in this process.
+
+    LLM("smollm2", max_num_seqs=8): MODEL and any engine option as a keyword (see `lamella serve --help`).
+    Not for use by several threads at once. Close it, or use it as a context manager, to give its memory back.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """Load the model, pulling it if it is a known name. Raises StartError for what cannot work."""
+        self._start(engine_options(model=model, **options), progress=False)
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, *, progress: bool = False) -> LLM:
+        """The same from an options object; progress prints what loading does on standard error."""
+        llm = cls.__new__(cls)
+        llm._start(options, progress=progress)
+        return llm
+
+    def _start(self, options: EngineOptions, *, progress: bool) -> None:
+        self._options = options
+        self._open: dict[str, _Running] = {}
+        front = load_front(options, progress=progress)
+        self._tokenizer = front.tokenizer
+        self._template = front.template
+        self._core = build_core(CoreConfig(options=options, model_path=front.path, progress=progress), front.say)
+        info = self._core.info
+        self._intake = Intake(self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+
+    @property
+    def info(self) -> CoreInfo:
+        """Values fixed at start; `info.report` is what `lamella inspect` prints."""
+        return self._core.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own sampling defaults, which apply where no SamplingParams are given."""
+        return dict(self.info.report["sampling defaults"])
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        A request that cannot be served raises RequestError before anything runs. One that fails while it runs has
+        finish_reason "error" and does not disturb the others.
+        """
+        running = self._submit_all(prompts, sampling_params, priority)
+        with tqdm(total=len(running), disable=not use_tqdm, unit="request") as bar:
+            for _ in self._finishing(running):
+                bar.update()
+        return [entry.output() for entry in running]
+
+    def generate_as_finished(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As generate, but each output as soon as it is complete."""
+        for entry in self._finishing(self._submit_all(prompts, sampling_params, None)):
+            yield entry.output()
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; each is a list of {"role": ..., "content": ...}."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts: list[Prompt] = [
+            self._render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+        """Continue one prompt; iterate over the pieces of text. For n = 1."""
+        (params,) = self._params(sampling_params, 1)
+        return TextStream(self, self._submit([self._ask(prompt, params)])[0])
+
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> TextStream:
+        """Answer one conversation; iterate over the pieces of text. For n = 1."""
+        return self.stream(self._render(messages), sampling_params)
+
+    def stats(self) -> Stats:
+        """Counters and gauges of the core."""
+        stats = self._core.call("stats", {})
+        assert isinstance(stats, Stats)
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests run."""
+        return bool(self._core.call("reset_prefix_cache", {}))
+
+    def close(self) -> None:
+        """Give the memory back. What still runs is dropped."""
+        self._open.clear()
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        text = self._template.render(
+            list(messages),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            variables=kwargs,
+        )
+        # the template writes the special tokens itself
+        return self._tokenizer.encode(text, False)
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        return seeded(listed_params(params, count, self.sampling_defaults), self._options.seed)
+
+    def _ask(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Asked:
+        return ask(
+            self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority
+        )
+
+    def _submit_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[_Running]:
+        listed = listed_prompts(prompts)
+        priorities = priority if priority is not None else [0] * len(listed)
+        asked = [
+            self._ask(prompt, p, order)
+            for prompt, p, order in zip(listed, self._params(params, len(listed)), priorities, strict=True)
+        ]
+        return self._submit(asked)
+
+    def _submit(self, asked: Sequence[Asked]) -> list[_Running]:
+        running = []
+        for request, text in asked:
+            entry = _Running(Generation(request, self._tokenizer, request.arrival_s), text)
+            self._open[request.request_id] = entry
+            self._core.add(request)
+            running.append(entry)
+        return running
+
+    def _finishing(self, running: Sequence[_Running]) -> Iterator[_Running]:
+        """Step until all have ended; each as it ends. Leaving early aborts the rest."""
+        waiting = list(running)
+        try:
+            while waiting:
+                self._step()
+                for entry in [entry for entry in waiting if entry.generation.finished]:
+                    waiting.remove(entry)
+                    yield entry
+        finally:
+            for entry in waiting:
+                self._abort(entry)
+
+    def _step(self) -> None:
+        """One round of the core; its deltas go to their generations."""
+        if not self._core.has_work:
+            raise EngineError("nothing runs that could still answer: the engine was closed or lost a request")
+        batch = self._core.run_once()
+        if batch is None:
+            return
+        now = time.monotonic()
+        for delta in batch.deltas:
+            entry = self._open.get(delta.request_id)
+            if entry is None:
+                continue
+            piece = entry.generation.push(delta, now)
+            if piece is None:
+                continue
+            if piece.still_runs:
+                self._core.abort([sequence_id(delta.request_id, delta.index)])
+            if entry.pieces is not None:
+                entry.pieces.append(piece)
+            if entry.generation.finished:
+                del self._open[delta.request_id]
+
+    def _abort(self, entry: _Running) -> None:
+        request_id = entry.generation.request.request_id
+        if self._open.pop(request_id, None) is not None:
+            self._core.abort([request_id])
+
+
+class _Running:
+    """A request in the core, and the pieces that its stream has not taken yet."""
+
+    __slots__ = ("generation", "pieces", "text")
+
+    def __init__(self, generation: Generation, text: str | None) -> None:
+        self.generation = generation
+        self.text = text
+        self.pieces: deque[Piece] | None = None
+
+    def output(self) -> RequestOutput:
+        return request_output(self.generation, self.text)
+
+
+class TextStream:
+    """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`."""
+
+    def __init__(self, llm: LLM, running: _Running) -> None:
+        self._llm = llm
+        self._running = running
+        running.pieces = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = self._running.pieces
+        assert pieces is not None
+        while True:
+            while pieces:
+                text = pieces.popleft().text
+                if text:
+                    yield text
+            if self.finished or self._running.generation.request.request_id not in self._llm._open:
+                return
+            self._llm._step()
+
+    @property
+    def finished(self) -> bool:
+        """The answer is complete."""
+        return self._running.generation.finished
+
+    @property
+    def output(self) -> RequestOutput:
+        """The request's output so far."""
+        return self._running.output()
+
+    def close(self) -> None:
+        """Stop here: the engine drops the request."""
+        self._llm._abort(self._running)
