@@ -42,15 +42,15 @@ class Arena:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.limit_bytes is not None and self.allocated_bytes + num_bytes > self.limit_bytes:
             raise CapacityError(
-                f"{self.tag}: {_mib(num_bytes)} more do not fit: {_mib(self.allocated_bytes)} of a limit of "
-                f"{_mib(self.limit_bytes)} are in use"
+                f"{self.tag}: {_size(num_bytes)} more do not fit: {_size(self.allocated_bytes)} of a limit of "
+                f"{_size(self.limit_bytes)} are in use"
             )
         try:
-            tensor = self._take(num_bytes).view(dtype).view(*shape) if self._chunked(num_bytes) else None
+            tensor = self._take(num_bytes).view(dtype).view(tuple(shape)) if self._chunked(num_bytes) else None
             if tensor is None:
-                tensor = torch.empty(*shape, dtype=dtype, device=self.device)
+                tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            raise CapacityError(f"{self.tag}: no memory on {self.device} for {_mib(num_bytes)}: {error}") from error
+            raise CapacityError(f"{self.tag}: no memory on {self.device} for {_size(num_bytes)}: {error}") from error
         self.allocated_bytes += num_bytes
         self.num_tensors += 1
         return tensor
@@ -89,5 +89,8 @@ def _map(num_bytes: int) -> torch.Tensor:
     return whole[skip : skip + num_bytes]
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.1f} MiB"
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} bytes"

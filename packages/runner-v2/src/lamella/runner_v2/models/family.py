@@ -40,6 +40,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_kv_shared_layers": (0,),
     "shared_expert_intermediate_size": (0,),
     "n_shared_experts": (0,),
+    "rope_interleaved": (False,),
 }
 
 HF_DECODER: dict[str, str] = {

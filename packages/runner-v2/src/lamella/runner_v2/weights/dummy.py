@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection
 
@@ -79,7 +80,7 @@ class DummyCheckpoint:
     def _dense(self, key: str, shape: tuple[int, ...], format: WeightFormat) -> torch.Tensor:
         noise = self._repeated(self._noise, key, torch.Size(shape).numel()).view(shape)
         if len(shape) > 1:
-            values = noise * shape[-1] ** -0.5
+            values = noise / math.sqrt(shape[-1])
         elif key.endswith("_bias"):
             values = noise * 0.02
         else:
