@@ -1,5 +1,6 @@
 #include <pybind11/pybind11.h>
 
+#include "bind/host.h"
 #include "host/pool.h"
 
 namespace py = pybind11;
@@ -14,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
       "set_num_threads", [](int count) { lamella::host::Pool::get().resize(count); },
       py::arg("count"), py::call_guard<py::gil_scoped_release>());
   m.def("num_threads", [] { return lamella::host::Pool::get().size(); });
+  lamella::bind::bind_host(m);
 #ifdef LAMELLA_HAS_SAMPLING
   bind_sampling(m);
 #endif

@@ -1,0 +1,14 @@
+// Compiled once for each instruction set, with that set's compiler flags and LAMELLA_KERNELS as the table's name.
+#include "host/kernels.h"
+#include "host/lanes/attention.h"
+#include "host/lanes/matmul.h"
+#include "host/lanes/rows.h"
+
+namespace lamella::host {
+
+extern const Kernels LAMELLA_KERNELS;
+const Kernels LAMELLA_KERNELS = {
+    kIsaName, kMaxBlock, multiply, quantise, attend, merge, norm, add_rows, add_scaled, activate, softcap, rotate, to_half, softmax,
+};
+
+}  // namespace lamella::host
