@@ -32,7 +32,7 @@ def commands() -> dict[str, dict[str, list[str]]]:
     packages = sorted(path.parent.name.replace("-", "_") for path in (ROOT / "packages").glob("*/pyproject.toml"))
     return {
         "ruff": {"ruff check": [*PYTHON, "ruff", "check"]},
-        "format": {"ruff format": [*PYTHON, "ruff", "format", "--check"]},
+        "format": {"ruff format": [*PYTHON, "ruff", "format", "--check", "--output-format=concise"]},
         "mypy": {f"mypy lamella.{p}": [*PYTHON, "mypy", "-p", f"lamella.{p}"] for p in packages}
         | {"mypy tools": [*PYTHON, "mypy", *sorted(map(str, (ROOT / "tools").glob("*.py")))]},
         "imports": {"import contracts": LINT_IMPORTS},

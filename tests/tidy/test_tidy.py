@@ -39,6 +39,11 @@ MISTAKES = {
     "local import": (SOURCE, "def f():\n    import json\n", "local-import"),
     "local import in a method": (SOURCE, "class A:\n    async def f(self):\n        from a import b\n", "local-import"),
     "local import under a condition": (SOURCE, "def f(x):\n    if x:\n        import json\n", "local-import"),
+    "local import of ours in a fake": (
+        "packages/engine/src/lamella/engine/testing/fake.py",
+        "def f():\n    from lamella.kvtier import keys\n",
+        "local-import",
+    ),
     "testing from a product module": (SOURCE, "from lamella.kvtier.testing import FakeClock\n", "testing"),
     "testing by its package": (SOURCE, "from lamella.kvtier import testing\n", "testing"),
     "file in the namespace": ("packages/kvtier/src/lamella/__init__.py", "", "namespace"),
@@ -65,6 +70,15 @@ FINE = {
     "lazy package attribute": (
         "packages/engine/src/lamella/engine/__init__.py",
         "def __getattr__(name):\n    from lamella.engine import offline\n    return offline\n",
+    ),
+    "lazy package attribute told to type checkers": (
+        "packages/engine/src/lamella/engine/__init__.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lamella.engine.offline import LLM\n"
+        "def __getattr__(name):\n    return name\n",
+    ),
+    "test dependency of a fake": (
+        "packages/engine/src/lamella/engine/testing/fake.py",
+        "def f():\n    import transformers\n",
     ),
     "third party under TYPE_CHECKING": (
         SOURCE,
