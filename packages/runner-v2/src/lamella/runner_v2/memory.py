@@ -6,7 +6,6 @@ a tag coming from one place is what later allows a whole purpose to be unmapped 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -17,15 +16,14 @@ from lamella.runner_v2.errors import CapacityError
 
 _ALIGNMENT = 64  # a cache line, and the widest vector load
 _CHUNK_BYTES = 32 << 20
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Arena:
     """Memory of one purpose on one device.
 
-    On a CPU it grows by chunks of anonymous memory with huge pages where the system offers them; small tensors share a
-    chunk, a large one gets its own. Elsewhere each tensor is an allocation of the device's own allocator. Tensors stay
-    valid as long as they are referenced, even after release().
+    On a CPU it grows by chunks of anonymous memory, whose pages cost nothing until they are touched; small tensors
+    share a chunk, a large one gets its own. Elsewhere each tensor is an allocation of the device's own allocator.
+    Tensors stay valid as long as they are referenced, even after release().
     """
 
     def __init__(self, tag: str, device: str = "cpu", limit_bytes: int | None = None) -> None:
@@ -57,7 +55,9 @@ class Arena:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Like empty(), filled with zeros."""
-        return self.empty(shape, dtype).zero_()
+        tensor = self.empty(shape, dtype)
+        # a chunk is handed out once, and the system hands it out zeroed: touching it would only make it resident
+        return tensor if self.device.type == "cpu" else tensor.zero_()
 
     def release(self) -> None:
         """Forget everything handed out; memory returns to the system with the last reference to it."""
@@ -79,14 +79,8 @@ class Arena:
 
 
 def _map(num_bytes: int) -> torch.Tensor:
-    """Fresh zeroed memory as uint8, at a huge page's border where it is large enough."""
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones serve
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    skip = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[skip : skip + num_bytes]
+    """Fresh zeroed memory as uint8, at a page's border."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _size(num_bytes: int) -> str:

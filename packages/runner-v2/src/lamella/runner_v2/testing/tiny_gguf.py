@@ -159,9 +159,11 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) 
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if family == "gemma3_text":
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
-        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+        local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+        writer.add_float32("gemma3.rope.freq_base_swa", local)
     rope = config.get("rope_parameters", {"rope_theta": config.get("rope_theta")})
     _add_rope(writer, rope.get("full_attention", rope))
 
