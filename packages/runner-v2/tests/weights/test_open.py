@@ -9,7 +9,7 @@ from lamella.runner_v2.testing.tiny_gguf import write_gguf
 from lamella.runner_v2.testing.tiny_models import write_folder
 from lamella.runner_v2.weights.files import FolderCheckpoint
 from lamella.runner_v2.weights.gguf import GgufCheckpoint
-from lamella.runner_v2.weights.open import open_checkpoint
+from lamella.runner_v2.weights.open import open_checkpoint, read_config
 
 
 def test_folder_and_file(tmp_path: Path) -> None:
@@ -48,3 +48,14 @@ def test_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(UnsupportedError, match=r"weights are in pytorch_model\.bin; convert them"):
         open_checkpoint(tmp_path)
+
+
+def test_config_alone_needs_no_weights(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "folder", "qwen3")
+    expected = open_checkpoint(model.path).config
+    (model.path / "model.safetensors").unlink()
+    assert read_config(model.path) == expected
+    file = write_gguf(tmp_path / "a.gguf", "qwen3").path
+    assert read_config(file) == open_checkpoint(file).config
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        read_config(tmp_path / "nowhere")

@@ -150,6 +150,12 @@ class _Files:
         self._open.clear()
 
 
+def folder_config(folder: Path) -> ModelConfig:
+    """The configuration of a folder, which needs no weights for it."""
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    return _with_generation(family_of(fields).parse(fields), folder)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. CheckpointError naming the file if it is absent, no JSON, or no object."""
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lamella.runner_v2.config import ModelConfig
 from lamella.runner_v2.errors import CheckpointError
-from lamella.runner_v2.weights.files import FolderCheckpoint
+from lamella.runner_v2.weights.files import FolderCheckpoint, folder_config
 from lamella.runner_v2.weights.gguf import GgufCheckpoint
 from lamella.runner_v2.weights.slots import Checkpoint
 
@@ -27,3 +28,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     raise CheckpointError(f"{path}: neither a checkpoint folder nor a .gguf file")
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The configuration alone: a folder needs no weights for it (as for dummy weights). Errors as open_checkpoint."""
+    if (Path(path) / "config.json").exists():
+        return folder_config(Path(path))
+    checkpoint = open_checkpoint(path)
+    checkpoint.close()
+    return checkpoint.config
