@@ -22,6 +22,8 @@ using abi::DType;
 using abi::TensorView;
 using namespace lamella::host;
 
+constexpr int kMaxHeadDim = 1024;
+
 Format format_named(const std::string& name) {
   for (int i = 0; i < kNumFormats; ++i)
     if (name == info_of(static_cast<Format>(i)).name) return static_cast<Format>(i);
@@ -141,7 +143,7 @@ Experts experts_of(const std::vector<Part>& parts, const std::string& act, py::l
 }
 
 Heads heads_of(int num_heads, int num_kv_heads, int head_dim, float scale, float softcap) {
-  if (num_kv_heads < 1 || num_heads % num_kv_heads != 0 || head_dim < 1 || head_dim > 1024)
+  if (num_kv_heads < 1 || num_heads % num_kv_heads != 0 || head_dim < 1 || head_dim > kMaxHeadDim)
     refuse("heads", "unusable numbers");
   return {num_heads, num_kv_heads, head_dim, scale, softcap};
 }
@@ -199,12 +201,16 @@ HeadRows head_rows(const TensorView& x, const char* name, int num_heads, int hea
   return {x.as<float>(), x.strides[0]};
 }
 
-void decoder_layer(const TensorView& hidden, const PlanHandle& plan, const py::tuple& caches, const LayerHandle& handle) {
+py::object decoder_layer(py::object tensor, const PlanHandle& plan, const py::tuple& caches, const LayerHandle& handle) {
+  const TensorView hidden = view_of(tensor);
   const Rows rows = rows_of(hidden, "hidden", handle.layer.hidden);
   check_tokens(hidden, "hidden", plan.plan);
   const Cache cache = cache_of(view_of(caches[0]), view_of(caches[1]), handle.layer.heads);
-  py::gil_scoped_release release;
-  run_layer(handle.layer, plan.plan, cache, rows.data, rows.stride);
+  {
+    py::gil_scoped_release release;
+    run_layer(handle.layer, plan.plan, cache, rows.data, rows.stride);
+  }
+  return tensor;
 }
 
 std::unique_ptr<LayerHandle> make_layer(
@@ -268,6 +274,7 @@ std::unique_ptr<LayerHandle> make_layer(
 }  // namespace
 
 void bind_host(py::module_& m) {
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.def("isas", [] {
     int count = 0;
     const char* const* names = available_isas(count);
