@@ -122,12 +122,13 @@ def main() -> None:
     can_build = compiler() is not None
     for native in wanted:
         # without a compiler there is nothing to gain from a package that has no module already
-        missing = native.build_id is None and can_build
-        if native.stale or missing or (can_build and not args.if_stale):
+        unbuilt = native.build_id is None and can_build
+        if native.stale or unbuilt or (can_build and not args.if_stale):
             rebuild(native, args.quiet)
-    if not can_build:
-        names = ", ".join(native.module for native in wanted)
-        print(f"native: no C++ compiler found, so the references serve in place of {names}", file=sys.stderr)
+    names = [native.folder.name for native in wanted]
+    missing = [native.module for native in native_packages() if native.build_id is None and native.folder.name in names]
+    if missing:
+        print(f"native: no C++ compiler found, so references serve in place of {', '.join(missing)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
