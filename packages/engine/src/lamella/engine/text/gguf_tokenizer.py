@@ -72,16 +72,17 @@ class _Vocabulary:
         for id, type in enumerate(self._types):
             self._ids_by_type.setdefault(type, []).append(id)
 
+        self._kind = pre_kind(self._pre_name()) if self._model == "gpt2" else None
+
     def parts(self) -> TokenizerParts:
         spm = self._model == "llama"
-        kind = pre_kind(self._pre_name()) if self._model == "gpt2" else None
         backend = {"gpt2": self._byte_level, "llama": self._scored_merges, "t5": self._unigram}[self._model]()
         self._add_tokens(backend)
         bos_id = self._special("bos_token_id", 1 if spm else None)
         eos_id = self._special("eos_token_id", 2 if spm else 1 if self._model == "t5" else None)
         add_bos = self._get("add_bos_token", bool)
         add_eos = self._get("add_eos_token", bool)
-        add_bos = add_bos if add_bos is not None else spm or (kind is not None and kind.add_bos)
+        add_bos = add_bos if add_bos is not None else spm or (self._kind is not None and self._kind.add_bos)
         add_eos = add_eos if add_eos is not None else self._model == "t5"
         if add_bos and bos_id is None:
             raise StartError(f"{self._path} asks for BOS in front of prompts but names no tokenizer.ggml.bos_token_id")
@@ -101,7 +102,7 @@ class _Vocabulary:
         )
 
     def _byte_level(self) -> tokenizers.Tokenizer:
-        kind = pre_kind(self._pre_name())
+        assert self._kind is not None
         merges = self._get("merges", list)
         if merges is None:
             raise StartError(f"{self._path} has a gpt2 tokenizer without tokenizer.ggml.merges")
@@ -109,13 +110,13 @@ class _Vocabulary:
             models.BPE,
             vocab={token: id for id, token in enumerate(self._tokens)},
             merges=[_pair(merge) for merge in merges],
-            ignore_merges=kind.ignore_merges,
+            ignore_merges=self._kind.ignore_merges,
         )
         backend = tokenizers.Tokenizer(model)
-        normalizer = kind.normalizer()
+        normalizer = self._kind.normalizer()
         if normalizer is not None:
             backend.normalizer = normalizer
-        backend.pre_tokenizer = kind.pre_tokenizer()
+        backend.pre_tokenizer = self._kind.pre_tokenizer()
         backend.decoder = decoders.ByteLevel()
         return backend
 

