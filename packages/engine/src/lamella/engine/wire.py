@@ -30,8 +30,6 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, gc=False):
 
     request_ids: list[str]
     reason: str = "abort"
-    index: int | None = None
-    """Only this sequence of the requests; None: all of them."""
 
 
 class Call(msgspec.Struct, tag="call", array_like=True, gc=False):

@@ -50,14 +50,14 @@ def _audit_references(group: GroupBlocks, holdings: Mapping[int, Books]) -> None
 
 def _audit_index(group: GroupBlocks) -> None:
     """What can be hit is sealed, and has at most one copy that nobody uses."""
-    pool = group.pool
-    for key in group.index:
-        blocks = group.index.blocks(key)
-        assert all(pool.state[block] == SEALED for block in blocks), f"a block of key {key.hex()} is not sealed"
-        assert sum(1 for block in blocks if pool.is_candidate(block)) <= 1, f"key {key.hex()} is cached twice"
-    for block in range(1, pool.num_blocks):
-        if pool.is_candidate(block):
-            assert group.index.key_of(block) is not None, f"block {block} waits for a hit but has no key"
+    pool, index = group.pool, group.index
+    candidates = pool.candidates()
+    cached = [index.key_of(block) for block in candidates]
+    assert None not in cached, "a block waits for a hit but has no key"
+    assert len(set(cached)) == len(cached), "a key is cached twice"
+    for key in index:
+        for block in index.blocks(key):
+            assert pool.state[block] == SEALED, f"block {block} can be hit but is not sealed"
 
 
 def _audit_order(group: GroupBlocks) -> None:

@@ -112,13 +112,14 @@ class TierManager:
         *,
         chunk_len: int,
         max_hit_len: int | None = None,
+        spare_len: int = 0,
         headroom: int = 0,
     ) -> Acquired | None:
         """Let a sequence in: prefix hit and new blocks in every group, or None and nothing has changed.
 
             [0, cached_len)          hit: at most len(token_ids) - 1 and max_hit_len, a multiple of block_size
             [cached_len, covered)    new blocks: full groups up to len(token_ids), sliding ones up to the end of the
-                                     first chunk, cached_len + chunk_len
+                                     first chunk, cached_len + chunk_len; and spare_len slots more in each
 
         chain: the sequence's keys so far (of the same token_ids); None: neither read nor seal. headroom: free blocks
         that must be left in each group. Asserts that the sequence holds nothing.
@@ -138,7 +139,7 @@ class TierManager:
             pool = group.pool
             left = min(group.left_edge(hit * size), hit)
             found = [group.find(chain.keys[n]) for n in range(left, hit)] if chain is not None else []
-            new = max(0, -(-group.entry_len(num_tokens, end) // size) - hit)
+            new = max(0, -(-(group.entry_len(num_tokens, end) + spare_len) // size) - hit)
             free = pool.num_free - sum(1 for block in found if pool.is_candidate(block))
             if free - new < headroom:
                 self.counters.refused += 1
@@ -298,6 +299,7 @@ class TierManager:
         """The copy has ended. A block that nobody holds any more can be reused from now on."""
         books = self._groups[group]
         if books.pool.unpin(block_id):
+            self.num_released += 1
             key = books.index.key_of(block_id)
             parent = books.index.parent_of(block_id)
             if key is not None and parent is not None and not books.slides and parent not in books.index:
@@ -343,6 +345,11 @@ class TierManager:
         """Share of blocks in use, of the group that is fullest."""
         return max(1.0 - g.pool.num_free / g.pool.capacity for g in self._groups)
 
+    @property
+    def capacity(self) -> int:
+        """Blocks of the group that has the fewest, the null block not counted."""
+        return min(group.pool.capacity for group in self._groups)
+
     def num_free(self, group: int) -> int:
         """Blocks of one group that can be handed out."""
         return self._groups[group].pool.num_free
@@ -379,13 +386,17 @@ class TierManager:
         if key is None:
             pool.discard(block)
         elif index.has_copies(key):
-            index.remove(block)
+            self._leave_to_copies(group, block, key)
             pool.discard(block)
-            for other in index.blocks(key):  # it stands in for this one: as recent as this one would be
-                if pool.is_candidate(other):
-                    pool.refresh(other)
         else:
             pool.keep(block)
+
+    def _leave_to_copies(self, group: GroupBlocks, block: int, key: Key) -> None:
+        """Unlist a block; the others with its content stand in for it, as recent as it would be."""
+        group.index.remove(block)
+        for other in group.index.blocks(key):
+            if group.pool.is_candidate(other):
+                group.pool.refresh(other)
 
     def _refresh_prefix(self, group: GroupBlocks, key: Key | None) -> None:
         """A block became a candidate later than its prefix: let the prefix be reused later still."""
@@ -402,12 +413,12 @@ class TierManager:
         """Unlist what only this table's owner uses, and everything that hangs on it."""
         index = group.index
         doomed: set[Key] = set()
-        for block in table:
+        for block in reversed(table):
             key = index.key_of(block) if block != NULL_BLOCK and group.pool.refs[block] == 1 else None
             if key is None:
                 continue
             if index.has_copies(key):
-                index.remove(block)  # somebody else computed the same on his own
+                self._leave_to_copies(group, block, key)  # somebody else computed the same on his own
             else:
                 doomed.add(key)
         self._forget_all(group, doomed)

@@ -144,19 +144,22 @@ class Pool:
     def check(self) -> None:
         """Every block id is in exactly one of FREE, FILLING, SEALED, and in the lists that its state demands."""
         empty = set(self._empty)
+        candidates = set(self._candidates)
         assert len(empty) == len(self._empty), "a block is twice in the list of empty blocks"
-        assert self.refs[0] == 0
-        assert self.pins[0] == 0
-        assert self.state[0] == FREE
-        assert 0 not in empty
+        assert len(candidates) == len(self._candidates), "the number of candidates is wrong"
+        assert self.refs[0] == self.pins[0] == self.state[0] == 0
+        assert min(self.refs) >= 0
+        assert min(self.pins) >= 0
         for block_id in range(1, self.num_blocks):
-            refs, pins, state = self.refs[block_id], self.pins[block_id], self.state[block_id]
-            assert min(refs, pins) >= 0, f"block {block_id}: refs {refs}, pins {pins}"
-            held = refs + pins > 0
-            candidate = block_id in self._candidates
-            assert (block_id in empty) == (state == FREE), f"block {block_id}: state {state}, empty {block_id in empty}"
-            assert not (held and state == FREE), f"block {block_id} is held but FREE"
-            assert candidate == (state == SEALED and not held), f"block {block_id}: candidate in state {state}"
-            assert not (state == FILLING and not held), f"block {block_id} is FILLING and held by nobody"
-            assert not (state == FILLING and refs > 1), f"block {block_id} is FILLING and shared"
-        assert self.num_free == sum(1 for b in range(1, self.num_blocks) if not self.refs[b] and not self.pins[b])
+            refs, state = self.refs[block_id], self.state[block_id]
+            held = refs + self.pins[block_id] > 0
+            if state == FREE:
+                assert not held, f"block {block_id} is held but FREE"
+                empty.remove(block_id)
+            elif state == FILLING:
+                assert held, f"block {block_id} is FILLING and held by nobody"
+                assert refs <= 1, f"block {block_id} is FILLING and shared"
+            elif not held:
+                candidates.remove(block_id)
+        assert not empty, f"blocks {empty} are listed as empty"
+        assert not candidates, f"blocks {candidates} are listed as candidates"

@@ -104,14 +104,10 @@ class PrefixIndex:
 
     def check(self) -> None:
         """key -> blocks and block -> key say the same."""
-        seen: set[int] = set()
-        for key in self._first:
-            blocks = self.blocks(key)
-            assert len(set(blocks)) == len(blocks), f"key {key.hex()} lists a block twice"
-            assert len(blocks) > 1 or key not in self._copies
-            for block_id in blocks:
-                assert self._key_of[block_id] == key, f"block {block_id} is listed under a key that it does not have"
-            seen.update(blocks)
+        listed = [(block_id, key) for key, block_id in self._first.items()]
+        listed += [(block_id, key) for key, blocks in self._copies.items() for block_id in blocks]
+        assert all(self._copies.values()), "an empty list of copies"
         assert self._copies.keys() <= self._first.keys()
-        for block_id, key_or_none in enumerate(self._key_of):
-            assert (key_or_none is not None) == (block_id in seen), f"block {block_id} has a key that is not listed"
+        assert len(dict(listed)) == len(listed), "a block is listed twice"
+        keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}
+        assert dict(listed) == keyed, "blocks and keys disagree"

@@ -1,0 +1,249 @@
+"""The engine core: requests in, deltas out, one step after another.
+
+    add, abort ─▶ inbox ─▶ run_once: drain ─▶ plan ─▶ submit ─▶ poll ─▶ commit ─▶ Batch
+
+It owns scheduler, block manager and executor and is driven by one thread. It holds no clock, socket or thread of its
+own. A broken invariant, or a worker that died, is raised out of run_once: the core is over, and its owner reports it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lamella.engine.errors import CapacityError, EngineDeadError, EngineError, OverloadedError, RequestError
+from lamella.engine.executor.protocol import Alone, Executor, Rendezvous
+from lamella.engine.request import Delta, Request
+from lamella.engine.scheduler.config import PolicyName, SchedulerConfig
+from lamella.engine.scheduler.kv_plan import KvDemand, plan_blocks
+from lamella.engine.scheduler.limits import check_request
+from lamella.engine.scheduler.scheduler import Scheduler
+from lamella.engine.wire import Batch, CoreInfo, Stats, parse_sequence_id
+from lamella.kvtier import Group, KvTierError, Layout, TierManager
+from lamella.runner_v2.errors import RunnerError
+from lamella.runner_v2.step import KvLayout, RankReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreOptions:
+    """How a core runs; resolved."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_bytes: int | None = None
+    """For the KV cache on each rank; None: what the ranks report as free."""
+    num_blocks: tuple[int, ...] | None = None
+    """Blocks per group, the null block included; None: planned from kv_bytes."""
+    max_num_queued: int | None = None
+    """Most sequences that wait; None: no limit."""
+    max_num_drafts: int = 0
+    policy: PolicyName = "fcfs"
+    prefix_caching: bool = True
+    model: str = ""
+    """Identity of the weights, for the fingerprint of the cache."""
+    report: dict[str, Any] = field(default_factory=dict)
+    """Goes into CoreInfo as it is."""
+
+
+class EngineCore:
+    """Satisfies core_loop.Core."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        reports: Sequence[RankReport],
+        options: CoreOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """executor is open, and reports is what open() returned; KV is allocated here. clock: seconds, monotonic.
+        draw_seed: 64 random bits for each sequence whose request gives no seed.
+
+        Raises CapacityError if the KV cache cannot hold one sequence of max_model_len tokens.
+        """
+        report = reports[0]
+        demand = KvDemand(
+            options.max_model_len,
+            options.max_num_batched_tokens,
+            options.max_num_drafts,
+            report.lookahead,
+            executor.depth,
+        )
+        kv_bytes = min(r.free_bytes for r in reports) if options.kv_bytes is None else options.kv_bytes
+        layout = KvLayout(options.num_blocks) if options.num_blocks else plan_blocks(reports, kv_bytes, demand)
+        executor.allocate(layout)
+        self._executor = executor
+        self._manager = TierManager(tier_layout(report, layout, options.model))
+        try:
+            max_chunk_len = self._manager.max_chunk_len(options.max_model_len + report.lookahead) - report.lookahead
+        except KvTierError as error:
+            raise CapacityError(str(error)) from error
+        self._config = SchedulerConfig(
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_chunk_len=max_chunk_len,
+            policy=options.policy,
+            prefix_caching=options.prefix_caching,
+            max_num_drafts=options.max_num_drafts,
+            lookahead=report.lookahead,
+        )
+        self._scheduler = Scheduler(
+            self._config,
+            self._manager,
+            clock=clock,
+            draw_seed=draw_seed or (lambda: secrets.randbits(64)),
+        )
+        self._vocab_size = report.vocab_size
+        self._max_num_queued = options.max_num_queued
+        self._clock = clock
+        self._agree = (rendezvous or Alone()).agree
+        self._inbox: list[Request | tuple[str, int | None]] = []
+        self._refusals: list[Delta] = []
+        self._num_in_flight = 0
+        self._schedule_s = 0.0
+        self.info = CoreInfo(
+            max_model_len=options.max_model_len,
+            vocab_size=report.vocab_size,
+            num_blocks=list(layout.num_blocks),
+            block_size=self._manager.block_size,
+            kv_tokens=kv_tokens(report, layout),
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            report=options.report,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """A request has not ended, a step is in flight, or something still has to be told."""
+        return bool(self._inbox or self._refusals or self._scheduler.has_work)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for the next round.
+
+        Raises RequestError if it can never be served, OverloadedError if too many wait.
+        """
+        queued = [entry for entry in self._inbox if isinstance(entry, Request)]
+        if request.request_id in self._scheduler.books.requests or any(
+            entry.request_id == request.request_id for entry in queued
+        ):
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        num_waiting = self._scheduler.books.num_waiting + sum(entry.params.n for entry in queued)
+        if self._max_num_queued is not None and num_waiting > self._max_num_queued:
+            raise OverloadedError(f"{num_waiting} sequences wait, {self._max_num_queued} may")
+        check_request(request, self._config, self._manager, self._vocab_size)
+        self._inbox.append(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request for the next round; what is wrong with it comes back as a delta of each of its sequences."""
+        try:
+            self.submit(request)
+        except EngineError as error:
+            self._refusals += [
+                Delta(request.request_id, index, [], "error", error=str(error)) for index in range(request.params.n)
+            ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests, or single sequences named as by wire.sequence_id, at the next round. Nothing more is told of
+        them; unknown and ended ones are ignored."""
+        self._inbox += [parse_sequence_id(name) for name in request_ids]
+
+    def run_once(self) -> Batch | None:
+        """One round. Up to executor.depth steps are in flight; returns what the oldest one's result says."""
+        started = self._clock()
+        self._drain_inbox()
+        while self._num_in_flight < self._executor.depth and (step := self._scheduler.plan()) is not None:
+            common = self._agree(step.common)
+            self._schedule_s += self._clock() - started
+            self._executor.submit(step if common is step.common else step._replace(common=common))
+            self._num_in_flight += 1
+            started = self._clock()
+        self._schedule_s += self._clock() - started
+        return self._batch(self._take_results())
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """An operation between steps: `stats`, `reset_prefix_cache`, or one of the workers (a list, one entry per
+        rank). Steps in flight end first, and their deltas come with the next round. EngineError if it is unknown."""
+        if method == "stats":
+            return self.stats()
+        while self._num_in_flight:
+            self._refusals += self._take_results()
+        if method == "reset_prefix_cache":
+            self._manager.reset_prefix_cache()
+            return True
+        try:
+            return self._executor.call(method, args)
+        except RunnerError as error:
+            raise EngineError(str(error)) from error
+
+    def stats(self) -> Stats:
+        """Counters and gauges."""
+        stats = self._scheduler.snapshot()
+        stats.schedule_seconds = self._schedule_s
+        return stats
+
+    def check(self) -> None:
+        """Assert the invariants of the block manager, and that an idle core holds nothing."""
+        self._manager.check()
+        if not self.has_work:
+            assert self._manager.in_use == 0.0, "an idle core holds blocks"
+
+    def close(self) -> None:
+        """Free the devices. Requests that still run are lost."""
+        self._executor.close()
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _drain_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for entry in inbox:
+            if isinstance(entry, Request):
+                self._scheduler.add(entry)
+            else:
+                self._scheduler.abort(*entry)
+
+    def _take_results(self) -> list[Delta]:
+        """Wait for the oldest step in flight, if any, and commit what has ended."""
+        if not self._num_in_flight:
+            return []
+        events = self._executor.poll(None)
+        if events.died is not None:
+            raise EngineDeadError(f"worker {events.died.rank} died: {events.died.reason}")
+        assert not events.tickets, "a ticket without a copy"
+        started = self._clock()
+        deltas: list[Delta] = []
+        for output in events.outputs:
+            self._num_in_flight -= 1
+            deltas += self._scheduler.commit(output)
+        self._schedule_s += self._clock() - started
+        return deltas
+
+    def _batch(self, deltas: list[Delta]) -> Batch | None:
+        if self._refusals:
+            deltas = self._refusals + deltas
+            self._refusals = []
+        return Batch(deltas, self.stats()) if deltas else None
+
+
+def kv_tokens(report: RankReport, layout: KvLayout) -> int:
+    """Tokens whose KV the cache holds: of full groups all, else the windows of one sequence after the other."""
+    counts = [(n - 1) * g.block_size for g, n in zip(report.groups, layout.num_blocks) if g.kind == "full"]
+    return min(counts or [(n - 1) * g.block_size for g, n in zip(report.groups, layout.num_blocks)])
+
+
+def tier_layout(report: RankReport, layout: KvLayout, model: str) -> Layout:
+    """The runner's groups in the block manager's words."""
+    groups = tuple(
+        Group(g.name, g.kind, g.block_size, g.bytes_per_block, window=g.window, row_format=g.row_format)
+        for g in report.groups
+    )
+    return Layout(groups, layout.num_blocks, model)
+
+
+__all__ = ["CoreOptions", "EngineCore", "plan_blocks", "tier_layout"]

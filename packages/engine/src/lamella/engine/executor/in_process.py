@@ -1,0 +1,173 @@
+"""One worker in this process.
+
+    depth 1, no thread    submit runs the step; poll hands its output out
+    thread                submit queues the step; a thread runs one after the other; poll waits
+
+A step with masked rows starts once provide() has brought the masks of all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from lamella.engine.executor.protocol import Events, RankDied
+from lamella.kvtier import CopyJob, TicketResult
+from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput
+
+
+class Worker(Protocol):
+    """One rank. Every method is called by one thread at a time."""
+
+    def open(self) -> RankReport: ...
+    def allocate(self, layout: KvLayout) -> None: ...
+    def step(self, step: Step) -> StepOutput: ...
+    def provide(self, step_id: int, masks: Sequence[Mask]) -> None: ...
+    def call(self, op: str, **arguments: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
+class BlockMover(Protocol):
+    """Moves blocks between the tiers of the worker's node."""
+
+    def submit(self, jobs: Sequence[CopyJob]) -> None: ...
+    def poll(self) -> Sequence[TicketResult]: ...
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """An Executor over one Worker. A worker that raises in a step has died; poll() says so."""
+
+    def __init__(
+        self, worker: Worker, *, depth: int = 1, threaded: bool = False, mover: BlockMover | None = None
+    ) -> None:
+        """threaded: steps run on a thread of their own. mover: None: there is no tier but the device, and every copy
+        ends as failed."""
+        assert depth >= 1
+        self.depth = depth
+        self._worker = worker
+        self._mover = mover
+        self._pending: deque[Step] = deque()
+        """Submitted, not started: waiting for masks, or behind one that does."""
+        self._masked: dict[int, set[int]] = {}
+        """step_id -> rows whose masks have come."""
+        self._outputs: deque[StepOutput] = deque()
+        self._tickets: list[TicketResult] = []
+        self._num_in_flight = 0
+        self._died: RankDied | None = None
+        self._thread = StepThread(worker.step) if threaded else None
+
+    def open(self) -> tuple[RankReport, ...]:
+        """Load the model; errors of the worker are raised as they are."""
+        return (self._worker.open(),)
+
+    def allocate(self, layout: KvLayout) -> None:
+        """Allocate the KV cache."""
+        self._worker.allocate(layout)
+
+    def submit(self, step: Step) -> None:
+        """Run the step now, or as soon as its masks are there; with a thread, behind the caller's back."""
+        assert self._num_in_flight < self.depth, f"{self._num_in_flight} steps are in flight, depth is {self.depth}"
+        self._num_in_flight += 1
+        self._pending.append(step)
+        self._start_ready()
+
+    def provide(self, step_id: int, masks: Sequence[Mask]) -> None:
+        """Masks for a step; it starts with the last of its rows' masks."""
+        self._worker.provide(step_id, masks)
+        self._masked.setdefault(step_id, set()).update(mask.row for mask in masks)
+        self._start_ready()
+
+    def copy(self, jobs: Sequence[CopyJob]) -> None:
+        """Hand jobs to the mover; without one they fail, which is a miss and never wrong data."""
+        if self._mover is None:
+            self._tickets += [TicketResult(job.ticket, False, "there is no tier beside the device") for job in jobs]
+        else:
+            self._mover.submit(jobs)
+
+    def call(self, method: str, args: Mapping[str, Any]) -> list[Any]:
+        """An operation of the worker between steps."""
+        assert self._num_in_flight == 0, "a call while steps are in flight"
+        return [self._worker.call(method, **args)]
+
+    def poll(self, timeout_s: float | None) -> Events:
+        """Outputs of steps that have ended, in order; waits for one if steps are running."""
+        if self._thread is not None and self._num_in_flight > len(self._pending) and not self._died:
+            ended = self._thread.take(timeout_s)
+            self._died = self._thread.died or self._died
+            self._outputs += ended
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
+        self._num_in_flight -= len(outputs)
+        tickets = self._tickets
+        self._tickets = []
+        if self._mover is not None:
+            tickets += self._mover.poll()
+        return Events(outputs, tickets, self._died)
+
+    def close(self) -> None:
+        """Stop the thread, then the worker."""
+        if self._thread is not None:
+            self._thread.close()
+        if self._mover is not None:
+            self._mover.close()
+        self._worker.close()
+
+    def _start_ready(self) -> None:
+        """Start pending steps in order, up to the first that still waits for masks."""
+        while self._pending and not self._died:
+            step = self._pending[0]
+            if not self._masked.get(step.step_id, set()).issuperset(step.masked_rows):
+                return
+            self._pending.popleft()
+            self._masked.pop(step.step_id, None)
+            if self._thread is not None:
+                self._thread.put(step)
+            else:
+                self._outputs.append(self._worker.step(step))
+
+
+class StepThread:
+    """Runs steps one after the other."""
+
+    def __init__(self, run: Callable[[Step], StepOutput]) -> None:
+        self.died: RankDied | None = None
+        self._run = run
+        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[StepOutput | RankDied] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        self._thread.start()
+
+    def put(self, step: Step) -> None:
+        """Queue a step."""
+        self._steps.put(step)
+
+    def take(self, timeout_s: float | None) -> list[StepOutput]:
+        """Outputs since the last call; waits for one of them. Sets `died` if the worker raised."""
+        outputs: list[StepOutput] = []
+        try:
+            ended = self._ended.get(timeout=timeout_s)
+            while True:
+                if isinstance(ended, RankDied):
+                    self.died = ended
+                    return outputs
+                outputs.append(ended)
+                ended = self._ended.get_nowait()
+        except queue.Empty:
+            return outputs
+
+    def close(self) -> None:
+        """Return once the step that runs, if any, has ended."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._ended.put(self._run(step))
+            except Exception as error:  # noqa: BLE001 - whatever it was, the owner of the core must hear of it
+                self._ended.put(RankDied(0, f"{type(error).__name__}: {error}"))
+                return

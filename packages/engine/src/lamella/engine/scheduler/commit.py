@@ -1,0 +1,192 @@
+"""Takes the result of a step into the books: tokens, stop rules, keys for full blocks, freed blocks, deltas.
+
+What a row's step computed and emitted, for a row that verified v of its drafts and kept a of them:
+
+    [computed_len … query_len tokens … )     written; of a decoding row 1 + v
+    [computed_len, computed_len + 1 + a)     final; the rest was rejected and is overwritten by the next step
+    ids grow by a + 1                        the accepted drafts and the token behind them
+"""
+
+from __future__ import annotations
+
+from lamella.engine.request import Delta, FinishReason, Logprob
+from lamella.engine.scheduler.books import Books, InFlight, ending
+from lamella.engine.sequence import Sequence
+from lamella.runner_v2.step import StepOutput, TokenLogprobs
+
+
+def commit(books: Books, output: StepOutput) -> list[Delta]:
+    """Commit the oldest step in flight. Rows whose sequence has ended meanwhile are dropped.
+
+    Everything that ends here has given its blocks back when this returns.
+    """
+    step = books.in_flight.popleft()
+    assert step.step_id == output.step_id, f"step {output.step_id} came before {step.step_id}"
+    books.committed_step = step.step_id
+    books.stats.steps += 1
+    books.stats.step_seconds += output.seconds
+    deltas = _Commit(books, step, output).run()
+    if books.draining:
+        books.finish_draining()
+    return deltas
+
+
+class _Commit:
+    """One commit: the output's flat lists and how far they have been read."""
+
+    __slots__ = ("_books", "_deltas", "_failed", "_now", "_output", "_step")
+
+    def __init__(self, books: Books, step: InFlight, output: StepOutput) -> None:
+        self._books = books
+        self._step = step
+        self._output = output
+        self._deltas: list[Delta] = []
+        self._failed = dict(output.failed)
+        self._now: float | None = None
+
+    def run(self) -> list[Delta]:
+        step, output, deltas = self._step, self._output, self._deltas
+        num_tokens, token_ids, generations = output.num_tokens, output.token_ids, output.generations
+        query_lens = step.query_lens
+        num_drafts = output.num_drafts
+        eventful = bool(self._failed) or output.prompt_logprobs is not None
+        speculates = self._books.config.max_num_drafts > 0
+        num_plain = end = 0
+        for place, sequence in enumerate(step.sequences):
+            count = num_tokens[place]
+            start, end = end, end + count
+            if sequence.ghost:
+                continue
+            assert generations[place] == sequence.generation, f"row {sequence.row} has another owner"
+            if sequence.plain and count == 1 and query_lens[place] == 1 and not eventful:
+                # the steady state: one id for a decoding row
+                token = token_ids[start]
+                sequence.ids.append(token)
+                computed_len = sequence.computed_len + 1
+                sequence.computed_len = computed_len
+                if token in sequence.stops or computed_len + 1 >= sequence.max_len:
+                    self._end(sequence, [token], None)
+                else:
+                    if computed_len >= sequence.seal_at:
+                        self._seal(sequence, computed_len)
+                    deltas.append(Delta(sequence.request_id, sequence.index, [token]))
+                num_plain += 1
+            else:
+                self._row(place, sequence, start, count)
+            if speculates:
+                held = 0 if num_drafts is None else num_drafts[place]
+                sequence.held_drafts = held
+                if sequence.last_step == step.step_id:
+                    sequence.drafts = held
+        self._books.stats.generation_tokens += num_plain
+        return deltas
+
+    def _row(self, place: int, sequence: Sequence, start: int, count: int) -> None:
+        """Any row: a chunk, several tokens, log-probabilities, a failure."""
+        books = self._books
+        if sequence.row in self._failed:
+            self._deltas.append(ending(sequence, "error", self._failed[sequence.row]))
+            books.finish(sequence, discard=True)
+            return
+        query_len, verify_len = self._step.query_lens[place], self._step.verify_lens[place]
+        if self._output.prompt_logprobs is not None:
+            self._take_prompt_entries(sequence)
+        if not count:
+            sequence.computed_len += query_len
+            if sequence.computed_len >= sequence.seal_at:
+                self._seal(sequence, sequence.computed_len)
+            return
+        sequence.computed_len += query_len - verify_len + count - 1
+        sequence.reach -= verify_len + 1 - count
+        if verify_len:
+            self._count_drafts(min(verify_len, sequence.held_drafts), count - 1)
+        if not sequence.siblings.prompt_done:
+            books.stats.prompt_tokens += sequence.prompt_len
+            books.unpark(sequence.siblings)
+        token_ids = self._kept(sequence, self._output.token_ids[start : start + count])
+        books.stats.generation_tokens += len(token_ids)
+        sequence.ids += token_ids
+        logprobs = None
+        if sequence.num_logprobs is not None and self._output.logprobs is not None:
+            logprobs = [_logprob(e) for e in self._output.logprobs[start : start + len(token_ids)] if e is not None]
+        if len(sequence.ids) >= sequence.max_len or (token_ids and token_ids[-1] in sequence.stops):
+            self._end(sequence, token_ids, logprobs)
+            return
+        if sequence.computed_len >= sequence.seal_at:
+            self._seal(sequence, sequence.computed_len)
+        self._emit(sequence, token_ids, logprobs)
+
+    def _kept(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
+        """Up to the first that ends the sequence, which is kept."""
+        token_ids = token_ids[: sequence.max_len - len(sequence.ids)]
+        if sequence.stops:
+            for n, token in enumerate(token_ids):
+                if token in sequence.stops:
+                    return token_ids[: n + 1]
+        return token_ids
+
+    def _end(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> None:
+        """A stop rule holds. In order: end ids, stop ids, length."""
+        computed_len = min(sequence.computed_len, len(sequence.ids))
+        if computed_len >= sequence.seal_at:
+            self._seal(sequence, computed_len)
+        reason: FinishReason = "length"
+        stop_reason = None
+        if token_ids and token_ids[-1] in sequence.stops:
+            reason = "stop"
+            stop_reason = None if token_ids[-1] in sequence.eos_ids else token_ids[-1]
+        delta = self._emit(sequence, token_ids, logprobs)
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        self._books.finish(sequence)
+
+    def _seal(self, sequence: Sequence, computed_len: int) -> None:
+        """A block is full: give it its key, and let go of what is left of a window."""
+        manager = self._books.manager
+        sequence.seal_at = manager.seal(sequence.id, sequence.ids, computed_len)
+        if manager.slides:
+            manager.slide(sequence.id, computed_len, sequence.last_step)
+
+    def _emit(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> Delta:
+        delta = Delta(sequence.request_id, sequence.index, token_ids, logprobs=logprobs)
+        if not sequence.started:
+            self._start(sequence, delta)
+        self._deltas.append(delta)
+        return delta
+
+    def _start(self, sequence: Sequence, delta: Delta) -> None:
+        """What the first delta carries."""
+        if self._now is None:
+            self._now = self._books.clock()
+        sequence.started = True
+        sequence.plain = sequence.num_logprobs is None
+        first_step_s = sequence.first_step_s
+        assert first_step_s is not None
+        delta.cached_len = sequence.cached_len
+        delta.queued_s = first_step_s - sequence.siblings.arrival_s
+        delta.prefill_s = self._now - first_step_s
+        delta.prompt_logprobs = sequence.siblings.prompt_entries
+
+    def _take_prompt_entries(self, sequence: Sequence) -> None:
+        """Append what this step found out about the prompt; what was known from before a preemption is skipped."""
+        assert self._output.prompt_logprobs is not None
+        found = self._output.prompt_logprobs.get(sequence.row)
+        entries = sequence.siblings.prompt_entries
+        if not found or entries is None:
+            return
+        first = sequence.computed_len + 1  # position of found[0]
+        assert first <= len(entries), "log-probabilities of prompt tokens are missing"
+        entries += [_logprob(entry) for entry in found[len(entries) - first :]]
+
+    def _count_drafts(self, num_verified: int, num_accepted: int) -> None:
+        stats = self._books.stats
+        if num_verified:
+            stats.spec_drafts += 1
+            stats.spec_draft_tokens += num_verified
+            stats.spec_accepted_tokens += num_accepted
+            for n in range(num_accepted):
+                stats.spec_accepted_per_pos[n] += 1
+
+
+def _logprob(entry: TokenLogprobs) -> Logprob:
+    return Logprob(entry.token_ids, entry.logprobs, entry.rank)

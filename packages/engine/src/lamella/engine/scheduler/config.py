@@ -1,0 +1,42 @@
+"""What the scheduler may do, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lamella.engine.errors import StartError
+
+PolicyName = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policy. StartError if they contradict each other."""
+
+    max_model_len: int
+    """Longest sequence, prompt and output together."""
+    max_num_seqs: int
+    """Device rows: most sequences that hold blocks at a time."""
+    max_num_batched_tokens: int
+    """Most tokens of one step."""
+    max_chunk_len: int
+    """Most tokens of one step for one sequence: what the block pools can cover at once."""
+    policy: PolicyName = "fcfs"
+    prefix_caching: bool = True
+    max_num_drafts: int = 0
+    """Most drafts of a row in one step; 0: no speculation."""
+    lookahead: int = 0
+    """Slots behind the planned tokens that a drafter may write."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "a step could not give every running sequence a token"
+            )
+        if self.max_chunk_len <= self.max_num_drafts:
+            raise StartError(
+                f"the KV blocks let a step compute {self.max_chunk_len} tokens of a sequence, too few for a token and "
+                f"its {self.max_num_drafts} drafts"
+            )

@@ -1,0 +1,37 @@
+"""What a request may ask of this engine: checked before it is queued, so that no later stage has to refuse it."""
+
+from __future__ import annotations
+
+from lamella.engine.errors import RequestError, UnsupportedFieldError
+from lamella.engine.request import Request
+from lamella.engine.scheduler.config import SchedulerConfig
+from lamella.kvtier import TierManager
+
+
+def check_request(request: Request, config: SchedulerConfig, manager: TierManager, vocab_size: int) -> None:
+    """Raise RequestError, naming the field and both figures, if the request can never be served."""
+    prompt_len = len(request.prompt_ids)
+    if not prompt_len:
+        raise RequestError("the prompt is empty", "prompt")
+    if request.adapter is not None:
+        raise UnsupportedFieldError(f"adapter {request.adapter!r}: this engine serves no adapters", "adapter")
+    if request.max_tokens < 0:
+        raise RequestError(f"max_tokens must be at least 0, got {request.max_tokens}", "max_tokens")
+    room = config.max_model_len - (request.max_tokens > 0)
+    if prompt_len > room:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens, but the context of {config.max_model_len} tokens holds {room} "
+            f"beside the output",
+            "prompt",
+        )
+    for token in (min(request.prompt_ids), max(request.prompt_ids)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"the prompt has token id {token}, valid ids are 0 to {vocab_size - 1}", "prompt")
+    longest = min(prompt_len + request.max_tokens, config.max_model_len)
+    if longest + config.lookahead > manager.max_len:
+        size = manager.block_size
+        raise RequestError(
+            f"prompt and output of up to {longest} tokens need {-(-(longest + config.lookahead) // size)} KV blocks of "
+            f"{size} tokens, but only {manager.max_len // size} exist",
+            "max_tokens" if prompt_len + config.lookahead < manager.max_len else "prompt",
+        )

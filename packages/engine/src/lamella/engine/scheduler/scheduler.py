@@ -1,0 +1,285 @@
+"""Chooses the work of each step: who computes how many tokens, with which blocks.
+
+    plan()      decoding rows ─▶ chunks of admitted prompts ─▶ admissions ─▶ Step
+    commit()    StepOutput ─▶ deltas
+
+There is no prefill phase and no decode phase: every sequence computes from its reach on, up to what the host knows of
+it. Several steps may be planned before the first one's result is known; see engine.sequence for the lengths that make
+that possible. No torch, clock, thread or file here: the clock and the source of seeds are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
+
+from lamella.engine.request import Delta, Request
+from lamella.engine.scheduler.books import Books, InFlight
+from lamella.engine.scheduler.budget import Budget
+from lamella.engine.scheduler.commit import commit
+from lamella.engine.scheduler.config import SchedulerConfig
+from lamella.engine.scheduler.preempt import displace, make_room
+from lamella.engine.sequence import Sequence, State
+from lamella.engine.wire import Stats
+from lamella.kvtier import TierManager
+from lamella.runner_v2.step import NewBlocks, NewRow, Step, StepOutput, Work
+
+_NO_WORK = Work((), (), (), ())
+
+
+class Chunk(NamedTuple):
+    """Tokens of a prompt (or of ids known from before a preemption) that a sequence computes in one step."""
+
+    sequence: Sequence
+    length: int
+
+
+class Scheduler:
+    """Continuous batching over one TierManager. See SchedulerConfig for its limits."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: TierManager,
+        *,
+        clock: Callable[[], float],
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self.books = Books(config, manager, clock, draw_seed)
+        self._config = config
+        self._manager = manager
+        self._next_step_id = 0
+        self._last_work = _NO_WORK
+        self._refused: tuple[int, int] | None = None
+        """(sequence, blocks released so far) of the last admission that did not fit."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been checked (see limits.py)."""
+        self.books.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences. No delta; unknown and ended ones are ignored."""
+        siblings = self.books.requests.get(request_id)
+        if siblings is None:
+            return
+        for sequence in reversed(siblings.sequences):  # those that wait for the first one before it
+            if not sequence.ghost and index in (None, sequence.index):
+                self.books.abort(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """A sequence has not ended, or a step is in flight."""
+        return bool(self.books.requests or self.books.in_flight)
+
+    def plan(self) -> Step | None:
+        """The next step, or None if there is nothing that could be computed now. Assumes what is planned is submitted.
+
+        Steps in flight: decoding rows go on without their results; a row whose drafts or tokens in flight may already
+        end it is left out until they have committed.
+        """
+        books, config = self.books, self._config
+        books.sweep()
+        step_id = self._next_step_id
+        rows = [s for s in books.decoding if s.reach + 1 < s.max_len]
+        budget = Budget(config.max_num_batched_tokens, config.max_chunk_len)
+        budget.take_rows(len(rows))
+        if config.max_num_drafts:
+            for sequence in rows:
+                sequence.drafts = budget.take_drafts(sequence.drafts)
+        chunks = self._chunks(budget)
+        new_blocks, preempted = self._cover(rows, chunks)
+        if preempted:
+            rows = [s for s in rows if s.state is State.RUNNING and s.reach + s.drafts < s.room]
+            chunks = [c for c in chunks if c.sequence.state is State.RUNNING and self._covered(c)]
+            books.sweep()
+        batch = _Batch(step_id, len(rows) + len(chunks))
+        batch.add_rows(rows, config.max_num_drafts)
+        for chunk in chunks:
+            batch.add_chunk(chunk, config.max_num_drafts)
+        added = [] if preempted or books.draining else self._admit(batch, budget)
+        if not batch.sequences:
+            return None
+        if batch.num_chunks:
+            self._regroup()
+        work = batch.work()
+        books.in_flight.append(InFlight(step_id, batch.sequences, work.query_lens, work.verify_lens))
+        self._next_step_id += 1
+        same = work == self._last_work
+        self._last_work = work
+        return Step(step_id, books.rows.take_removed(), tuple(added), tuple(new_blocks), None if same else work)
+
+    def commit(self, output: StepOutput) -> list[Delta]:
+        """Take the result of the oldest step in flight into the books."""
+        return commit(self.books, output)
+
+    def snapshot(self) -> Stats:
+        """Counters and gauges."""
+        return self.books.snapshot()
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _chunks(self, budget: Budget) -> list[Chunk]:
+        """Share what is left of the budget among admitted prompts, in the order of the policy."""
+        chunks: list[Chunk] = []
+        for sequence in self.books.prefilling:
+            length = budget.take_chunk(len(sequence.ids) - sequence.reach)
+            if length:
+                chunks.append(Chunk(sequence, length))
+        return chunks
+
+    def _covered(self, chunk: Chunk) -> bool:
+        return chunk.sequence.reach + chunk.length <= chunk.sequence.room
+
+    def _cover(self, rows: Seq[Sequence], chunks: Seq[Chunk]) -> tuple[list[NewBlocks], bool]:
+        """Blocks for what the step writes. True: somebody was preempted, or has to sit this step out."""
+        lacking = [(s, s.reach + 1 + s.drafts) for s in rows if s.reach + s.drafts >= s.room]
+        lacking += [(c.sequence, c.sequence.reach + c.length) for c in chunks if not self._covered(c)]
+        if not lacking:
+            return [], False
+        manager, lookahead = self._manager, self._config.lookahead
+        if manager.slides:
+            for sequence, _ in lacking:
+                manager.slide(sequence.id, sequence.computed_len, sequence.last_step)
+        grown: list[tuple[Sequence, NewBlocks]] = []
+        preempted = False
+        while lacking:
+            growths = manager.extend([(s.id, end + lookahead) for s, end in lacking])
+            for (sequence, _), growth in zip(lacking, growths):
+                sequence.room = growth.covered_len - lookahead
+                grown += [(sequence, NewBlocks(sequence.row, g, ids, start)) for g, start, ids in growth.blocks]
+            lacking = lacking[len(growths) :]
+            if lacking:
+                preempted = True
+                if not make_room(self.books, lacking[0][0]):
+                    break
+                lacking = [(s, end) for s, end in lacking if s.state is State.RUNNING]
+        if preempted:
+            grown = [(s, blocks) for s, blocks in grown if s.state is State.RUNNING]
+        return [blocks for _, blocks in grown], preempted
+
+    def _admit(self, batch: _Batch, budget: Budget) -> list[NewRow]:
+        """Let waiting sequences in, strictly in order, as long as rows, tokens and blocks for the whole prompt last."""
+        books = self.books
+        added: list[NewRow] = []
+        while budget.left:
+            head = books.waiting.head()
+            if head is None:
+                break
+            entered = self._enter(head, batch.step_id, budget) if books.rows.num_free else None
+            if entered is None:
+                displace(books, head)
+                break
+            books.waiting.leave(head)
+            books.prefilling.append(head)
+            chunk = Chunk(head, budget.take_chunk(len(head.ids) - head.reach))
+            batch.add_chunk(chunk, self._config.max_num_drafts)
+            added.append(entered)
+        return added
+
+    def _enter(self, sequence: Sequence, step_id: int, budget: Budget) -> NewRow | None:
+        """Blocks and a row for a waiting sequence; None if its blocks do not fit."""
+        books, manager = self.books, self._manager
+        if self._refused == (sequence.id, manager.num_released):
+            return None
+        entries = sequence.siblings.prompt_entries
+        scored = entries is None or len(entries) >= sequence.prompt_len
+        acquired = manager.acquire(
+            sequence.id,
+            sequence.ids,
+            sequence.chain,
+            chunk_len=budget.next_chunk(),
+            max_hit_len=None if scored or entries is None else len(entries) - 1,
+            spare_len=self._config.lookahead,
+            headroom=min(books.num_running, manager.capacity // 16),
+        )
+        if acquired is None:
+            self._refused = None if manager.slides else (sequence.id, manager.num_released)
+            return None
+        row, generation = books.rows.take()
+        sequence.enter(row, generation, acquired.cached_len, acquired.covered_len - self._config.lookahead)
+        sequence.seal_at = acquired.cached_len + manager.block_size
+        if sequence.first_step_s is None:
+            sequence.first_step_s = books.clock()
+            sequence.cached_len = acquired.cached_len
+            if sequence.chain is not None:
+                books.stats.prefix_queries += sequence.prompt_len
+                books.stats.prefix_hits += acquired.cached_len
+        params = sequence.params
+        if scored and entries is not None:
+            params = replace(params, num_prompt_logprobs=None)
+        return NewRow(
+            row,
+            generation,
+            list(sequence.ids),
+            sequence.prompt_len,
+            acquired.cached_len,
+            params,
+            acquired.tables,
+        )
+
+    def _regroup(self) -> None:
+        """Who has all known ids planned decodes from the next step on."""
+        books = self.books
+        books.decoding += [s for s in books.prefilling if s.reach >= len(s.ids)]
+        books.prefilling = [s for s in books.prefilling if s.reach < len(s.ids)]
+        books.prefilling.sort(key=lambda s: s.key)
+
+
+class _Batch:
+    """The work of a step as it grows, in batch order: decoding rows, then chunks."""
+
+    __slots__ = ("num_chunks", "propose_lens", "query_lens", "rows", "sequences", "step_id", "verify_lens")
+
+    def __init__(self, step_id: int, num_rows: int) -> None:
+        self.step_id = step_id
+        self.sequences: list[Sequence] = []
+        self.rows: list[int] = []
+        self.query_lens: list[int] = []
+        self.verify_lens: list[int] = []
+        self.propose_lens: list[int] = []
+        self.num_chunks = 0
+
+    def add_rows(self, sequences: list[Sequence], max_num_drafts: int) -> None:
+        """One token each, and the drafts that they hold. Moves reach."""
+        step_id = self.step_id
+        self.sequences = sequences
+        self.rows = [s.row for s in sequences]
+        if not max_num_drafts:
+            for sequence in sequences:
+                sequence.reach += 1
+                sequence.last_step = step_id
+            self.query_lens = [1] * len(sequences)
+            self.verify_lens = [0] * len(sequences)
+            self.propose_lens = [0] * len(sequences)
+            return
+        for sequence in sequences:
+            verify_len = sequence.drafts
+            sequence.reach += 1 + verify_len
+            sequence.last_step = step_id
+            self.query_lens.append(1 + verify_len)
+            self.verify_lens.append(verify_len)
+            self.propose_lens.append(_propose(sequence, max_num_drafts))
+
+    def add_chunk(self, chunk: Chunk, max_num_drafts: int) -> None:
+        """Tokens of a prompt. Moves reach."""
+        sequence = chunk.sequence
+        sequence.reach += chunk.length
+        sequence.last_step = self.step_id
+        self.sequences.append(sequence)
+        self.rows.append(sequence.row)
+        self.query_lens.append(chunk.length)
+        self.verify_lens.append(0)
+        self.propose_lens.append(_propose(sequence, max_num_drafts) if sequence.reach == len(sequence.ids) else 0)
+        self.num_chunks += 1
+
+    def work(self) -> Work:
+        return Work(tuple(self.rows), tuple(self.query_lens), tuple(self.verify_lens), tuple(self.propose_lens))
+
+
+def _propose(sequence: Sequence, max_num_drafts: int) -> int:
+    """Drafts to make at the step's end: the next step emits one token more than it accepts, and max_len binds."""
+    drafts = min(max_num_drafts, max(0, sequence.max_len - sequence.planned_len - 1))
+    sequence.drafts = drafts
+    return drafts

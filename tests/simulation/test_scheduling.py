@@ -1,0 +1,335 @@
+"""Scheduler, block manager and executor over the fake runner, in worlds made up from a seed.
+
+Whatever arrives, is aborted, preempted, drafted or cached: every sequence must get exactly the ids that it gets when it
+runs alone, and the books must hold after each round. The fake runner computes ids from its own KV blocks, so that a
+wrong block shows as a wrong id.
+
+    hatch run sim                                                   many seeds
+    hatch run sim --seed 17                                         one of them
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamella.engine.core import CoreOptions, EngineCore
+from lamella.engine.executor.in_process import InProcess
+from lamella.engine.request import Delta, Logprob, Request, SamplingParams
+from lamella.engine.scheduler.config import PolicyName
+from lamella.engine.sequence import State, row_params
+from lamella.engine.wire import sequence_id
+from lamella.kvtier.testing.fake_clock import FakeClock
+from lamella.runner_v2.step import Step, TokenLogprobs
+from lamella.runner_v2.testing.fake_runner import FakeModel, FakeRunner
+
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (5,), (None, 6), (None, 3, 9)]
+EOS, STOP, FAIL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class World:
+    """What a simulation is about. Pools are small: preemption is the rule."""
+
+    windows: tuple[int | None, ...]
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: tuple[int, ...]
+    depth: int
+    threaded: bool
+    max_num_drafts: int
+    lookahead: int
+    policy: PolicyName
+    prefix_caching: bool
+    num_requests: int
+    arrival_rate: float
+    abort_rate: float
+    reset_rate: float
+
+    @staticmethod
+    def draw(rng: random.Random, scale: int) -> World:
+        """scale: 1 for small worlds."""
+        windows = rng.choice(WINDOWS)
+        block_size = rng.choice((1, 2, 2, 4, 4, 8))
+        max_model_len = rng.randrange(10, 20 + 16 * scale)
+        max_num_seqs = rng.randrange(1, 4 + 3 * scale)
+        depth = rng.choice((1, 1, 2, 3))
+        max_num_drafts = rng.choice((0, 0, 1, 3))
+        lookahead = rng.choice((0, max_num_drafts))
+        slack = rng.choice((0, 2, 6, 20))
+        return World(
+            windows=windows,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 30)),
+            num_blocks=tuple(
+                1 + least_blocks(w, block_size, max_model_len + lookahead, depth * (1 + max_num_drafts) + lookahead)
+                + rng.randrange(slack + 1)
+                for w in windows
+            ),
+            depth=depth,
+            threaded=rng.random() < 0.02,
+            max_num_drafts=max_num_drafts,
+            lookahead=lookahead,
+            policy=rng.choice(("fcfs", "priority")),
+            prefix_caching=rng.random() < 0.85,
+            num_requests=rng.randrange(1, 1 + 5 * scale),
+            arrival_rate=rng.choice((0.2, 0.7, 1.0)),
+            abort_rate=rng.choice((0.0, 0.0, 0.05, 0.2)),
+            reset_rate=rng.choice((0.0, 0.0, 0.05)),
+        )
+
+
+def least_blocks(window: int | None, block_size: int, max_len: int, in_flight: int) -> int:
+    """Blocks with which one sequence can run alone."""
+    whole = -(-max_len // block_size)
+    return whole if window is None else min(whole, -(-(window + in_flight) // block_size) + 2)
+
+
+@dataclass
+class Expected:
+    """A sequence, what it must get, and what it got."""
+
+    ids: list[int]
+    reason: str
+    stop_reason: int | None
+    logprobs: list[Logprob] | None
+    prompt_logprobs: list[Logprob | None] | None
+    got: list[int] = field(default_factory=list)
+    got_logprobs: list[Logprob] = field(default_factory=list)
+    started: bool = False
+    ended: bool = False
+    aborted: bool = False
+
+    def take(self, delta: Delta, prompt_len: int) -> None:
+        assert not self.ended, "a delta behind the last one"
+        assert not self.aborted, "a delta behind an abort"
+        self.got += delta.token_ids
+        assert self.got == self.ids[: len(self.got)], f"ids {self.got}, alone {self.ids}"
+        if self.logprobs is not None:
+            self.got_logprobs += delta.logprobs or []
+            assert len(self.got_logprobs) == len(self.got)
+            assert self.got_logprobs == self.logprobs[: len(self.got)]
+        else:
+            assert delta.logprobs is None
+        if delta.finish_reason == "error" and not self.started:
+            assert delta.prompt_logprobs is None
+        elif self.started:
+            assert (delta.prompt_logprobs, delta.cached_len) == (None, 0)
+        else:
+            assert delta.prompt_logprobs == self.prompt_logprobs
+            assert 0 <= delta.cached_len < prompt_len
+            assert delta.queued_s >= 0
+            assert delta.prefill_s >= 0
+        self.started = True
+        if delta.finish_reason is not None:
+            self.ended = True
+            assert delta.finish_reason == self.reason
+            assert delta.stop_reason == self.stop_reason
+            assert (delta.error is not None) == (self.reason == "error")
+            if self.reason != "error":  # drafts may fail with their row before they are told
+                assert self.got == self.ids
+        else:
+            assert delta.token_ids, "an empty delta"
+
+
+class CheckedExecutor(InProcess):
+    """Asserts what every step must respect."""
+
+    world: World
+    clock: FakeClock
+
+    def submit(self, step: Step) -> None:
+        work = step.work
+        if work is not None:
+            assert work.rows, "a step without rows"
+            assert len(set(work.rows)) == len(work.rows) <= self.world.max_num_seqs
+            assert sum(work.query_lens) <= self.world.max_num_batched_tokens
+            assert min(work.query_lens) >= 1
+            assert all(0 <= v < q for v, q in zip(work.verify_lens, work.query_lens))
+            assert max(work.propose_lens) <= self.world.max_num_drafts
+        self.clock.advance(0.125)
+        super().submit(step)
+
+
+class Simulation:
+    """One world, from the first request to the last delta."""
+
+    def __init__(self, seed: int, scale: int = 1) -> None:
+        self.rng = random.Random(seed)
+        self.world = world = World.draw(self.rng, scale)
+        self.model = FakeModel(vocab_size=24, windows=world.windows, fail_id=FAIL if self.rng.random() < 0.3 else None)
+        self.runner = FakeRunner(
+            self.model,
+            block_size=world.block_size,
+            max_num_rows=world.max_num_seqs,
+            max_num_drafts=world.max_num_drafts,
+            lookahead=world.lookahead,
+        )
+        self.clock = FakeClock()
+        self.executor = CheckedExecutor(self.runner, depth=world.depth, threaded=world.threaded)
+        self.executor.world, self.executor.clock = world, self.clock
+        self.core = EngineCore(
+            self.executor,
+            self.executor.open(),
+            CoreOptions(
+                max_model_len=world.max_model_len,
+                max_num_seqs=world.max_num_seqs,
+                max_num_batched_tokens=world.max_num_batched_tokens,
+                num_blocks=world.num_blocks,
+                max_num_drafts=world.max_num_drafts,
+                policy=world.policy,
+                prefix_caching=world.prefix_caching,
+            ),
+            clock=self.clock.now,
+            draw_seed=lambda: 7,
+        )
+        self.texts = [[self.rng.randrange(3, 24) for _ in range(world.max_model_len)] for _ in range(2)]
+        self.requests: dict[str, Request] = {}
+        self.expected: dict[tuple[str, int], Expected] = {}
+
+    def run(self) -> None:
+        """Until everything has ended."""
+        rng, world, core = self.rng, self.world, self.core
+        num_rounds = 0
+        while len(self.requests) < world.num_requests or core.has_work:
+            while len(self.requests) < world.num_requests and rng.random() < world.arrival_rate:
+                self.arrive()
+            if rng.random() < world.abort_rate:
+                self.abort()
+            if rng.random() < world.reset_rate:
+                core.call("reset_prefix_cache", {})
+            batch = core.run_once()
+            for delta in batch.deltas if batch is not None else []:
+                prompt_len = len(self.requests[delta.request_id].prompt_ids)
+                self.expected[delta.request_id, delta.index].take(delta, prompt_len)
+            self.check()
+            num_rounds += 1
+            assert num_rounds < 200 * (1 + world.num_requests), "it does not come to an end"
+        assert all(entry.ended != entry.aborted for entry in self.expected.values())
+        core.check()
+        stats = core.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+        core.close()
+
+    def check(self) -> None:
+        """The books, and that whoever ended holds nothing."""
+        self.core.check()
+        books = self.core._scheduler.books
+        holding = [s for s in (*books.prefilling, *books.decoding) if s.state is State.RUNNING]
+        holding += [s for s in books.draining if s.state is State.DRAINING]
+        assert sorted(self.core._manager._holdings) == sorted(s.id for s in holding)
+        assert len(holding) + books.rows.num_free == self.world.max_num_seqs
+        for sequence in holding:
+            assert sequence.computed_len <= sequence.reach <= sequence.room
+            assert sequence.computed_len < sequence.committed_len <= sequence.planned_len
+            assert not self.expected[sequence.request_id, sequence.index].ended
+
+    def arrive(self) -> None:
+        """A request; its prompt shares a prefix with others'."""
+        rng, world = self.rng, self.world
+        prompt_len = rng.randrange(1, world.max_model_len)
+        prompt = rng.choice(self.texts)[:prompt_len]
+        if rng.random() < 0.6:
+            prompt[rng.randrange(prompt_len) :] = [rng.randrange(3, 24)]
+        if rng.random() < 0.05:
+            prompt[-1] = FAIL
+        max_tokens = rng.choice((0, 1, 2, 4, 8, 40))
+        max_tokens = min(max_tokens, world.max_model_len - len(prompt))
+        n = rng.choice((1, 1, 1, 2, 3))
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            prompt_ids=prompt,
+            params=SamplingParams(
+                n=n,
+                max_tokens=max_tokens,
+                min_tokens=rng.choice((0, 0, 0, min(3, max_tokens))),
+                temperature=1.0 if n > 1 else rng.choice((0.0, 1.0)),
+                seed=rng.randrange(1 << 63),
+                stop_token_ids=rng.choice(([], [STOP], [STOP, 20, 21])),
+                allowed_token_ids=rng.choice((None, None, None, [EOS, 4, 5, 6])),
+                logprobs=rng.choice((None, None, 0, 3)),
+                prompt_logprobs=rng.choice((None, None, None, 2)),
+            ),
+            max_tokens=max_tokens,
+            eos_ids=rng.choice(([], [EOS])),
+            priority=rng.randrange(3),
+            cache_salt=rng.choice((None, None, "a")),
+            use_prefix_cache=rng.random() < 0.9,
+        )
+        self.requests[request.request_id] = request
+        for index in range(n):
+            self.expected[request.request_id, index] = self.alone(request, index)
+        self.core.add(request)
+
+    def alone(self, request: Request, index: int) -> Expected:
+        """What a sequence gets when nobody else is there."""
+        params = row_params(request, index, 0)
+        prompt, model = request.prompt_ids, self.model
+        ids: list[int] = []
+        prompt_logprobs: list[Logprob | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            found = model.prompt_logprobs(prompt, request.params.prompt_logprobs)
+            prompt_logprobs = [None, *map(as_logprob, found)]
+        reason, stop_reason = "length", None
+        if model.fail_id in prompt:
+            reason = "error"
+        else:
+            ids = model.generate(prompt, params, request.max_tokens)
+            last = ids[-1] if ids else None
+            if last in request.eos_ids:
+                reason = "stop"
+            elif last in request.params.stop_token_ids:
+                reason, stop_reason = "stop", last
+            if model.fail_id in ids[:-1]:
+                ids = ids[: ids.index(FAIL) + 1]
+                reason, stop_reason = "error", None
+        logprobs = None
+        if request.params.logprobs is not None:
+            scored = model.prompt_logprobs([*prompt, *ids], request.params.logprobs)
+            logprobs = [as_logprob(entry) for entry in scored[len(prompt) - 1 :]]
+        return Expected(ids, reason, stop_reason, logprobs, prompt_logprobs)
+
+    def abort(self) -> None:
+        """The client goes away, or has found a stop string in one of its sequences."""
+        running = [key for key, entry in self.expected.items() if not entry.ended and not entry.aborted]
+        if not running:
+            return
+        request_id, index = self.rng.choice(running)
+        whole = self.rng.random() < 0.5
+        for key, entry in self.expected.items():
+            if key[0] == request_id and (whole or key[1] == index) and not entry.ended:
+                entry.aborted = True
+        self.core.abort([request_id if whole else sequence_id(request_id, index), "unknown", "unknown#1"])
+
+
+def as_logprob(entry: TokenLogprobs) -> Logprob:
+    return Logprob(entry.token_ids, entry.logprobs, entry.rank)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=2000)
+@given(st.integers(0, 2**40))
+def test_random_small_worlds(seed: int) -> None:
+    Simulation(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_slice_of_larger_worlds(seed: int) -> None:
+    Simulation(seed, scale=3).run()
+
+
+@pytest.mark.simulation
+def test_many_worlds(request: pytest.FixtureRequest) -> None:
+    seed = request.config.getoption("--seed")
+    for n in range(20_000) if seed is None else [seed]:
+        try:
+            Simulation(n, scale=1 + n % 4).run()
+        except BaseException as error:
+            raise AssertionError(f"seed {n}: {error}") from error
