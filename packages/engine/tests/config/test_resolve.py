@@ -13,12 +13,11 @@ from lamella.engine.config.resolve import (
     resolve,
     resolve_kv_memory,
     resolve_token_budget,
-    sequence_bytes,
 )
 from lamella.engine.config.schema import engine_options
 from lamella.engine.errors import StartError
 from lamella.runner_v2.config import LayerConfig, ModelConfig, RopeConfig
-from lamella.runner_v2.step import KvGroup
+from lamella.runner_v2.step import KvGroup, RankReport
 
 MACHINE = Machine(cores=2, available_bytes=8 << 30, total_bytes=16 << 30, name="test")
 MODEL = ModelConfig(
@@ -73,32 +72,35 @@ def test_longer_than_the_model_is_refused() -> None:
         resolved(max_model_len=2049)
 
 
+def report(*groups: KvGroup, free_bytes: int) -> RankReport:
+    return RankReport(rank=0, groups=groups, free_bytes=free_bytes, weight_bytes=0, vocab_size=256, device="cpu")
+
+
 def test_kv_memory_is_a_share_but_never_more_than_useful() -> None:
-    small = resolve_kv_memory(resolved(), [FULL], free_bytes=1 << 30)
-    assert small.kv_bytes == int((1 << 30) * 0.4)
-    assert "40%" in reason(small, "KV cache")
-    large = resolve_kv_memory(resolved(max_num_seqs=2), [FULL], free_bytes=1 << 40)
-    assert large.kv_bytes == 2 * 129 * (1 << 20)
+    small = resolve_kv_memory(resolved(), report(FULL, free_bytes=1 << 30))
+    assert small.kv_bytes == int((1 << 30) * 0.25)
+    assert "25%" in reason(small, "KV cache")
+    large = resolve_kv_memory(resolved(max_num_seqs=2), report(FULL, free_bytes=1 << 40))
+    assert large.kv_bytes == (2 * 128 + 1) * (1 << 20)  # and the null block
     assert "2 sequences" in reason(large, "KV cache")
 
 
 def test_kv_memory_beyond_what_is_there_is_refused() -> None:
     with pytest.raises(StartError, match="only 1.0 GiB"):
-        resolve_kv_memory(resolved(kv_cache_memory="2GiB"), [FULL], free_bytes=1 << 30)
+        resolve_kv_memory(resolved(kv_cache_memory="2GiB"), report(FULL, free_bytes=1 << 30))
 
 
 def test_max_model_len_shrinks_to_what_fits_unless_given() -> None:
-    result = resolve_kv_memory(resolved(kv_cache_memory="33MiB"), [FULL], free_bytes=1 << 30)
+    result = resolve_kv_memory(resolved(kv_cache_memory="33MiB"), report(FULL, free_bytes=1 << 30))
     assert result.max_model_len == 512 == result.runner.max_model_len
     assert "lowered from 2048" in reason(result, "max_model_len")
     with pytest.raises(StartError, match="longest that fits is 512"):
-        resolve_kv_memory(resolved(kv_cache_memory="33MiB", max_model_len=1024), [FULL], free_bytes=1 << 30)
+        resolve_kv_memory(resolved(kv_cache_memory="33MiB", max_model_len=1024), report(FULL, free_bytes=1 << 30))
 
 
-def test_sliding_groups_hold_a_window_and_a_step() -> None:
-    assert sequence_bytes([SLIDING], 2048, 32) == ((64 + 32) // 16 + 1) << 20
-    assert sequence_bytes([SLIDING], 16, 32) == 2 << 20
-    assert sequence_bytes([FULL, SLIDING], 2048, 32) == sequence_bytes([FULL], 2048, 32) + (7 << 20)
+def test_a_sliding_group_alone_fits_any_length() -> None:
+    result = resolve_kv_memory(resolved(kv_cache_memory="12MiB"), report(SLIDING, free_bytes=1 << 30))
+    assert result.max_model_len == 2048
 
 
 @pytest.mark.parametrize(("speed", "budget"), [(100.0, CPU_MIN_TOKENS), (3000.0, 1472), (1e6, 4096)])

@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="key to send")
     parser.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests (default: 64)")
     parser.add_argument("--max-concurrency", type=int, default=16, metavar="N", help="at once (default: 16)")
-    parser.add_argument(
-        "--request-rate", type=float, metavar="X", help="Poisson arrivals per second"
-    )
+    parser.add_argument("--request-rate", type=float, metavar="X", help="Poisson arrivals per second")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens (default: 64)")
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream (default: on)")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser, max_tokens=512)
-    add_flags(parser, EngineOptions, skip=("model", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
+    add_flags(parser, EngineOptions, skip=("model", "seed", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     with lamella.LLM.from_options(options, progress=True) as llm:
         params = sampling_params(args, llm.sampling_defaults)
         note(dim("Ctrl-D ends, /clear forgets, /system TEXT sets the system message, /stats shows figures"))
-        system, turns, last = args.system, [], ""
+        system, last = args.system, ""
+        turns: list[dict[str, str]] = []
         while True:
             try:
                 text = input("> ").strip()

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message before --message")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     add_sampling_flags(parser, max_tokens=256)
-    add_flags(parser, EngineOptions, skip=("model", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
+    add_flags(parser, EngineOptions, skip=("model", "seed", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 
 from lamella.engine.compose.server import serve
-
 from lamella.engine.config.flags import add_flags, options_from
 from lamella.engine.config.schema import EngineOptions, ServeOptions
 

@@ -84,7 +84,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, terminate)
     threading.excepthook = thread_died
     outbox = Outbox(start.to_client)
-    threading.Thread(target=watch_client, args=(inbox,), name="core-parent", daemon=True).start()
+    client_gone = threading.Event()
+    threading.Thread(target=watch_client, args=(inbox, client_gone), name="core-parent", daemon=True).start()
     receive(start.to_core, inbox)
     try:
         core = build(start, outbox.put)
@@ -97,7 +98,8 @@ def main() -> int:
         log.exception("the engine core crashed")
         return 1
     finally:
-        outbox.close()
+        if not client_gone.is_set():
+            outbox.close()
     return 0
 
 
@@ -124,10 +126,11 @@ def build(start: CoreStart, emit: Callable[[ToClient], None]) -> Core | None:
         return None
 
 
-def watch_client(inbox: Inbox) -> None:
+def watch_client(inbox: Inbox, client_gone: threading.Event) -> None:
     """Wait for the end of standard input; then end the loop, and the process if the loop does not end."""
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
+    client_gone.set()
     inbox.close()
     threading.Event().wait(EXIT_GRACE_S)
     os._exit(1)

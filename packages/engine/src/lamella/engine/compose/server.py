@@ -1,7 +1,7 @@
 """The server process: binds the port, starts the core's process, then loads the HTTP stack while the core loads.
 
-    bind ─► find the model ─► core process starts ─► import the HTTP stack, read the tokenizer ─► serve
-                              └ loads weights, measures ────────────────────────────────► ready ┘
+bind ─► find the model ─► core process starts ─► import the HTTP stack, read the tokenizer ─► serve
+                          └ loads weights, measures ────────────────────────────────► ready ┘
 """
 
 from __future__ import annotations

@@ -3,26 +3,27 @@
 Pure: the same arguments give the same result. Three moments, since some facts only exist later:
 
     resolve(options, model, machine)            before loading
-    resolve_kv_memory(resolved, groups, ...)    weights are in memory, their bytes are known
+    resolve_kv_memory(resolved, report)         weights are in memory, their bytes are known
     resolve_token_budget(resolved, measured)    the prefill speed has been measured
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lamella.engine.config.machine import Machine
-from lamella.engine.config.schema import EngineOptions, format_size
+from lamella.engine.config.schema import EngineOptions, default_of, format_size
 from lamella.engine.errors import StartError
+from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
-from lamella.runner_v2.step import KvGroup
+from lamella.runner_v2.step import RankReport
 
 CPU_STEP_TARGET_S = 0.5
 CPU_MIN_TOKENS = 512
 CPU_MAX_TOKENS = 4096
-KV_SHARE = 0.4
+KV_SHARE = 0.25
 """Of the memory that is still available once the weights are loaded."""
 
 
@@ -56,7 +57,9 @@ class Resolved:
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def resolve(options: EngineOptions, model_path: str, model: ModelConfig, machine: Machine) -> Resolved:
+def resolve(
+    options: EngineOptions, model_path: str, model: ModelConfig, machine: Machine, *, progress: bool = False
+) -> Resolved:
     """Decide all that can be decided before loading. Raises StartError for options that cannot work."""
     decisions: list[Decision] = []
 
@@ -69,13 +72,14 @@ def resolve(options: EngineOptions, model_path: str, model: ModelConfig, machine
     decide("threads", threads, "given" if options.threads else f"usable cores of this machine ({machine.cores})")
     if options.dtype == "auto":
         decide("dtype", "auto", "weights stay in the checkpoint's format; activations are float32 on a CPU")
-        providers = None
+        providers: tuple[str, ...] | None = None
     else:
         decide("dtype", options.dtype, "given: all weights are turned into it, the reference ops serve")
         providers = ("torch",)
     if options.providers:
-        providers = tuple(name.strip() for name in options.providers.split(",") if name.strip())
-        decide("providers", ", ".join(providers), "given")
+        given = tuple(name.strip() for name in options.providers.split(",") if name.strip())
+        decide("providers", ", ".join(given), "given")
+        providers = given
     elif providers:
         decide("providers", ", ".join(providers), "follows from dtype")
     else:
@@ -113,10 +117,11 @@ def resolve(options: EngineOptions, model_path: str, model: ModelConfig, machine
         max_model_len=max_model_len,
         max_num_drafts=num_drafts,
         dummy_weights=options.load_format == "dummy",
+        progress=progress,
     )
-    decide("max_num_seqs", options.max_num_seqs, "given or default")
-    decide("block_size", options.block_size, "given or default")
-    decide("prefix caching", "on" if options.enable_prefix_caching else "off", "given or default")
+    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy"):
+        value = getattr(options, name)
+        decide(name, value, "the default" if value == default_of(name) else "given")
     if options.speculative_config:
         decide("speculation", options.speculative_config.get("method", "?"), "given")
     return Resolved(
@@ -132,14 +137,17 @@ def resolve(options: EngineOptions, model_path: str, model: ModelConfig, machine
     )
 
 
-def resolve_kv_memory(resolved: Resolved, groups: Sequence[KvGroup], free_bytes: int) -> Resolved:
+def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     """Decide the bytes of the KV cache, and shorten max_model_len to what they hold where the user left it open.
 
-    free_bytes: memory that is available once the weights are loaded.
+    report: the rank's, once its weights are loaded. Raises StartError with both figures if the cache cannot hold one
+    sequence of the length that the user asked for.
     """
-    options = resolved.options
-    per_sequence = sequence_bytes(groups, resolved.max_model_len, resolved.runner.max_num_tokens)
-    useful = per_sequence * resolved.max_num_seqs
+    options, free_bytes = resolved.options, report.free_bytes
+    demand = KvDemand(
+        resolved.max_model_len, resolved.runner.max_num_tokens, resolved.runner.max_num_drafts, report.lookahead
+    )
+    useful = useful_bytes(report.groups, resolved.max_num_seqs, demand)
     if options.kv_cache_memory:
         kv_bytes, reason = options.kv_cache_memory, "given"
         if kv_bytes > free_bytes:
@@ -147,22 +155,21 @@ def resolve_kv_memory(resolved: Resolved, groups: Sequence[KvGroup], free_bytes:
                 f"--kv-cache-memory is {format_size(kv_bytes)}, but only {format_size(free_bytes)} of memory are "
                 "available once the weights are loaded"
             )
+    elif int(free_bytes * KV_SHARE) < useful:
+        kv_bytes = int(free_bytes * KV_SHARE)
+        reason = f"{KV_SHARE:.0%} of the {format_size(free_bytes)} that are available"
     else:
-        share = int(free_bytes * KV_SHARE)
-        kv_bytes = min(share, useful)
-        reason = (
-            f"{KV_SHARE:.0%} of the {format_size(free_bytes)} that are available"
-            if kv_bytes == share
-            else f"all that {resolved.max_num_seqs} sequences of {resolved.max_model_len} tokens can use"
-        )
+        kv_bytes = useful
+        reason = f"all that {resolved.max_num_seqs} sequences of {resolved.max_model_len} tokens can use"
     resolved = resolved.deciding("KV cache", format_size(kv_bytes), reason, kv_bytes=kv_bytes)
-    if kv_bytes >= per_sequence:
+    needed = sequence_bytes(report.groups, resolved.max_model_len, demand)
+    if kv_bytes >= needed:
         return resolved
-    longest = _longest_that_fits(groups, kv_bytes, resolved)
+    longest = max_fitting_len(report.groups, kv_bytes, demand)
     if options.max_model_len or longest < 1:
         raise StartError(
             f"the KV cache of {format_size(kv_bytes)} does not hold one sequence of {resolved.max_model_len} tokens "
-            f"({format_size(per_sequence)}); the longest that fits is {longest}: lower --max-model-len or raise "
+            f"({format_size(needed)}); the longest that fits is {longest}: lower --max-model-len or raise "
             "--kv-cache-memory"
         )
     return resolved.deciding(
@@ -172,29 +179,6 @@ def resolve_kv_memory(resolved: Resolved, groups: Sequence[KvGroup], free_bytes:
         max_model_len=longest,
         runner=replace(resolved.runner, max_model_len=longest),
     )
-
-
-def sequence_bytes(groups: Sequence[KvGroup], num_tokens: int, max_step_tokens: int) -> int:
-    """KV bytes that one sequence of num_tokens holds at most, the null block included once per group."""
-    total = 0
-    for group in groups:
-        held = num_tokens
-        if group.kind == "sliding" and group.window is not None:
-            held = min(num_tokens, group.window + max_step_tokens)
-        blocks = -(-held // group.block_size) + 1
-        total += blocks * group.bytes_per_block
-    return total
-
-
-def _longest_that_fits(groups: Sequence[KvGroup], kv_bytes: int, resolved: Resolved) -> int:
-    low, high = 0, resolved.max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sequence_bytes(groups, middle, resolved.runner.max_num_tokens) <= kv_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def resolve_token_budget(resolved: Resolved, prefill_tokens_per_s: float | None) -> Resolved:

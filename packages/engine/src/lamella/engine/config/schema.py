@@ -177,6 +177,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def default_of(name: str) -> Any:
+    """An engine option's default."""
+    return EngineOptions.__dataclass_fields__[name].default
+
+
 def engine_options(**keywords: Any) -> EngineOptions:
     """EngineOptions from Python keywords; an unknown one is an error that names it and the nearest."""
     known = {field.name: field for field in dataclasses.fields(EngineOptions)}

@@ -1,0 +1,145 @@
+"""Builds an engine core: resolve, load, measure, allocate. Here runner, tiers and drafters meet.
+
+options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► KV memory ─► measured prefill ─► EngineCore
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lamella.engine.adapters.speculator import DrafterSpeculator, from_config
+from lamella.engine.compose.front import CoreConfig
+from lamella.engine.config.machine import read_machine
+from lamella.engine.config.resolve import Resolved, resolve, resolve_kv_memory, resolve_token_budget
+from lamella.engine.config.schema import format_size
+from lamella.engine.core import CoreOptions, EngineCore
+from lamella.engine.errors import EngineError, StartError
+from lamella.engine.executor.in_process import InProcess
+from lamella.runner_v2.config import ModelConfig
+from lamella.runner_v2.errors import RunnerError
+from lamella.runner_v2.step import RankReport
+from lamella.runner_v2.weights.open import read_config
+from lamella.runner_v2.worker import Worker
+
+MEASURED_TOKENS = 256
+"""Prompt length at which the prefill speed is measured: long enough for full tiles, short enough not to be felt."""
+
+
+def build_core(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
+    """A core that is ready to take requests. Raises StartError, in one line, for whatever cannot work."""
+    try:
+        return _build(config, say)
+    except (RunnerError, OSError, MemoryError) as error:
+        raise StartError(str(error)) from error
+    except EngineError as error:
+        raise error if isinstance(error, StartError) else StartError(str(error)) from error
+
+
+def build_core_from_wire(value: dict[str, Any], say: Callable[[str], None]) -> EngineCore:
+    """The same in the core's own process."""
+    return build_core(CoreConfig.from_wire(value), say)
+
+
+def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
+    options = config.options
+    started = time.perf_counter()
+    model = read_config(config.model_path)
+    resolved = resolve(options, config.model_path, model, read_machine(), progress=config.progress)
+    speculator = from_config(options.speculative_config) if options.speculative_config else None
+    executor = InProcess(Worker(resolved.runner, speculator))
+    try:
+        (report,) = executor.open()
+        loaded = time.perf_counter()
+        say(f"loaded {format_size(report.weight_bytes)} of weights in {loaded - started:.1f} s")
+        resolved = resolve_kv_memory(resolved, report)
+        resolved = resolve_token_budget(resolved, _prefill_speed(executor, resolved))
+        (explained,) = executor.call("explain", {})
+        core = EngineCore(
+            executor,
+            (report,),
+            CoreOptions(
+                max_model_len=resolved.max_model_len,
+                max_num_seqs=resolved.max_num_seqs,
+                max_num_batched_tokens=resolved.max_num_batched_tokens,
+                kv_bytes=resolved.kv_bytes,
+                max_num_drafts=resolved.runner.max_num_drafts,
+                policy=options.scheduling_policy,  # type: ignore[arg-type]
+                prefix_caching=options.enable_prefix_caching,
+                model=f"{model.family} {config.model_path} {options.dtype}",
+                report=describe(resolved, model, report, explained, speculator),
+            ),
+        )
+    except BaseException:
+        executor.close()
+        raise
+    info = core.info
+    say(
+        f"KV cache of {format_size(resolved.kv_bytes)}: {info.kv_tokens} tokens; context {info.max_model_len}; "
+        f"steps of up to {info.max_num_batched_tokens} tokens, {info.max_num_seqs} sequences; "
+        f"ready in {time.perf_counter() - started:.1f} s"
+    )
+    return core
+
+
+def _prefill_speed(executor: InProcess, resolved: Resolved) -> float | None:
+    """Prompt tokens per second, unless the user's choice makes it needless."""
+    if resolved.options.max_num_batched_tokens:
+        return None
+    num_tokens = min(MEASURED_TOKENS, resolved.max_model_len)
+    (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens})
+    return num_tokens / float(seconds)
+
+
+def describe(
+    resolved: Resolved,
+    model: ModelConfig,
+    report: RankReport,
+    explained: dict[str, Any],
+    speculator: DrafterSpeculator | None,
+) -> dict[str, Any]:
+    """What `lamella inspect` prints, by section; plain data."""
+    ops = [["op", "provider", "places", "site", "why not others"]]
+    for choice in explained["ops"]:
+        refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
+        ops.append([choice["op"], choice["provider"] or "(smaller ops)", choice["num_sites"], choice["site"], refused])
+    attention = explained["attention"]
+    refused = "; ".join(f"{name}: {why}" for name, why in attention["refused"].items())
+    ops.append(["attention", attention["backend"], model.num_layers, "", refused])
+    groups = [["group", "layers", "window", "block", "bytes per block", "bytes per token", "row format"]]
+    for group in report.groups:
+        groups.append(
+            [
+                group.name,
+                len(group.layers),
+                group.window or "-",
+                f"{group.block_size} tokens",
+                group.bytes_per_block,
+                group.bytes_per_block // group.block_size,
+                group.row_format,
+            ]
+        )
+    moe = next((layer.moe for layer in model.layers if layer.moe), None)
+    return {
+        "model": {
+            "path": resolved.runner.model_path,
+            "family": model.family,
+            "layers": model.num_layers,
+            "hidden": model.hidden_size,
+            "heads": f"{model.num_heads} query, {model.num_kv_heads} key/value, of {model.head_dim}",
+            "vocabulary": model.vocab_size,
+            "experts": f"{moe.num_experts_per_token} of {moe.num_experts}" if moe else "none",
+            "positions": model.max_position,
+        },
+        "options": [list(decision) for decision in resolved.decisions],
+        "ops": ops,
+        "KV groups": groups,
+        "memory": {
+            "weights": format_size(report.weight_bytes),
+            "KV cache": format_size(resolved.kv_bytes),
+            "left free": format_size(max(0, report.free_bytes - resolved.kv_bytes)),
+        },
+        "sampling defaults": dict(resolved.sampling_defaults),
+        "speculation": {"most drafts": speculator.needs.max_drafts} if speculator else {},
+    }
