@@ -107,9 +107,9 @@ def test_mixed_batch(bench: Bench, recorder: Recorder, hand: HandScheduler) -> N
         force(hand, bench, first, prompts[0][60])
         force(hand, bench, second, prompts[1][30])
         third, fourth = hand.add(prompts[2][:44]), hand.add(prompts[3])
-        order = (
-            {fourth: 75, second: 1, third: 20, first: 1} if round_idx else {first: 1, third: 20, fourth: 75, second: 1}
-        )
+        order = {first: 1, third: 20, fourth: 75, second: 1}
+        if round_idx:
+            order = dict(reversed(order.items()))
         hand.step(order)
         place = {row: i for i, row in enumerate(row for row in order if row != third)}
         logits = recorder.take()
@@ -167,7 +167,7 @@ MIXED = {"*": "q4_1", "embed": "q8_0", "k": "q5_0", "v": "q5_1", "up": "float16"
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_gguf(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantised file with types mixed inside one product: the reference ops work on exactly its dequantised weights."""
+    """A file with types mixed inside one product: the reference ops work on exactly its dequantised weights."""
     model = write_gguf(tmp_path / "tiny.gguf", family, seed=2, formats=MIXED)
     runner = ModelRunner.load(model.path, dtype="float32", num_threads=1)
     hand = HandScheduler(runner.execute, runner.report().groups)

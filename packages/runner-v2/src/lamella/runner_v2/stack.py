@@ -23,7 +23,7 @@ class StackLayer(Protocol[C]):
 
 class Hooks(NamedTuple):
     """Called at every border with the layer's index: before it (wait for its KV, fetch its weights) and after it (save
-    its KV, keep its hidden state). Empty by default."""
+    its KV, copy its hidden state: the next layer may work in place). Empty by default."""
 
     before: tuple[Callable[[int], None], ...] = ()
     after: tuple[Callable[[int, Any], None], ...] = ()

@@ -37,13 +37,18 @@ def choose_backend(
     for name in providers:
         default = torch.float16 if name == "host" else limits.dtype
         wanted = limits._replace(kv_dtype=default if kv_dtype == "auto" else KV_DTYPES[kv_dtype])
-        backend = _CREATORS[name](batch_invariant)
+        backend = create_backend(name, batch_invariant)
         reason = backend.supports(wanted)
         if reason is None:
             backend.bind(wanted)
             return BackendChoice(backend, wanted, refused)
         refused[name] = reason
     raise UnsupportedError("no attention backend serves: " + "; ".join(f"{n}: {why}" for n, why in refused.items()))
+
+
+def create_backend(name: str, batch_invariant: bool) -> AttentionBackend:
+    """The backend of this name, not yet bound."""
+    return _CREATORS[name](batch_invariant)
 
 
 def _create_host(batch_invariant: bool) -> AttentionBackend:

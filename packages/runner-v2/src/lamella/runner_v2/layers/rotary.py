@@ -1,5 +1,7 @@
-"""Cosine and sine tables of every kind of rotary embedding. Computed once per RopeConfig, in float32 as the models' own
-code does, so that positions agree with it to the last bit.
+"""Cosine and sine tables of every kind of rotary embedding.
+
+Computed once per RopeConfig, in float32 as the models' own code does, because an angle at a late position magnifies
+what is rounded differently.
 
 inv_i = theta^(-2i / d) is the angle per position of pair i. Kinds that depend on the length of the text (dynamic,
 longrope) take the longest one that this runner serves: cached keys cannot be rotated again.
@@ -73,9 +75,9 @@ def _yarn(rope: RopeConfig, width: int, max_len: int) -> tuple[torch.Tensor, flo
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     inverse = _inverse(rope.theta, width)
-    return inverse / rope.factor * ramp + inverse * (1 - ramp), _yarn_factor(rope)
+    return inverse / rope.factor * (1 - kept) + inverse * kept, _yarn_factor(rope)
 
 
 def _yarn_factor(rope: RopeConfig) -> float:

@@ -31,9 +31,9 @@ class DecoderModel:
         return [*self._logits.slots(), *(slot for layer in self.layers for slot in layer.slots())]
 
     def embed(self, inputs: ModelInput) -> Carried:
-        """The first layer's input: looked up, or given."""
+        """The first layer's input: looked up, or given. A layer may change it in place, so what is given is copied."""
         if inputs.embeddings is not None:
-            return Carried(inputs.embeddings)
+            return Carried(inputs.embeddings.clone())
         return Carried(self._embedding(inputs.token_ids))
 
     def finish(self, carried: Carried, logits_idx: torch.Tensor) -> torch.Tensor:

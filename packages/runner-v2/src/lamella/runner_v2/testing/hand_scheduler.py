@@ -73,7 +73,7 @@ class HandScheduler:
             for free, table in zip(self._free, self.tables[row], strict=True):
                 free.extend(block for block in table if block)
         for books in (self.ids, self.computed, self.num_drafts, self.tables):
-            del books[row]  # type: ignore[attr-defined]
+            del books[row]
 
     def step(
         self, query_lens: Mapping[int, int], *, verify: bool = True, propose: int = 0, masked: tuple[int, ...] = ()

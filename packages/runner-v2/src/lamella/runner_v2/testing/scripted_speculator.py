@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -44,7 +45,7 @@ class ScriptedSpeculator:
     ) -> Verdict:
         chosen, starts = target_ids.tolist(), logits_start.tolist()
         accepted, next_ids = [], []
-        for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (start, end) in enumerate(pairwise(starts)):
             count = 0
             while count < end - start - 1 and int(drafts[row, count]) == chosen[start + count]:
                 count += 1

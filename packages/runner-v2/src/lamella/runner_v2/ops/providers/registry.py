@@ -56,7 +56,7 @@ def _create_host(config: RunnerConfig) -> Provider | None:
     except ImportError as error:
         _warn_once(f"no native module ({error}): the torch reference ops serve, which is slower")
         return None
-    return HostProvider()
+    return HostProvider(config.num_threads)
 
 
 def _create_torch(config: RunnerConfig) -> Provider:
