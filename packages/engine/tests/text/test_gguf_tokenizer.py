@@ -278,6 +278,12 @@ class TestFiles:
         with pytest.raises(StartError, match=r"cut\.gguf"):
             load_tokenizer(path)
 
+    def test_token_that_is_not_utf8(self, write_gguf: Callable[..., Path]) -> None:
+        path = write_gguf("gpt2", ["a", "b", "ab", "\u00ff\u00ff"], merges=["a b"], pre="gpt-2")
+        path.write_bytes(path.read_bytes().replace("\u00ff\u00ff".encode(), b"\xff\xff\xff\xff"))
+        with pytest.raises(StartError, match="holds a token that is not UTF-8"):
+            load_tokenizer(path)
+
     def test_without_tokenizer(self, tmp_path: Path) -> None:
         gguf = pytest.importorskip("gguf")
         writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")

@@ -66,6 +66,10 @@ class _Vocabulary:
         self._tokens = self._unique(self._get("tokens", list) or [])
         if not self._tokens:
             raise StartError(f"{path} has no vocabulary (tokenizer.ggml.tokens)")
+        try:
+            "".join(self._tokens).encode()
+        except UnicodeEncodeError as error:
+            raise StartError(f"{path} is damaged: its vocabulary holds a token that is not UTF-8") from error
         types = self._get("token_type", list)
         self._types: list[int] = self._sized("token_type", types) if types else [_NORMAL] * len(self._tokens)
         self._ids_by_type: dict[int, list[int]] = {}
@@ -265,7 +269,8 @@ class _Vocabulary:
         try:
             return build(*args, **kwargs)
         except Exception as error:
-            raise StartError(f"{self._path}: the vocabulary and its merges contradict each other: {error}") from error
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise StartError(f"{self._path}: the vocabulary and its merges contradict each other: {reason}") from error
 
 
 def _pair(merge: str) -> tuple[str, str]:

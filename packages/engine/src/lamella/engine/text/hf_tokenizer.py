@@ -32,7 +32,8 @@ def read_folder(folder: Path) -> TokenizerParts:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
-        raise StartError(f"{file} cannot be read as a tokenizer: {error}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartError(f"{file} cannot be read as a tokenizer: {reason}") from error
     backend.no_truncation()
     backend.no_padding()
     config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
