@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_N = 128
 MAX_STOP = 64
+MAX_STOP_CHARS = 16_384
+"""Of all stop strings together, and of all bad words together."""
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_IDS = 1024
@@ -81,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _count("stop", self.stop, MAX_STOP)
         if any(not s for s in self.stop):
             raise RequestError("stop must not contain an empty string", "stop")
+        _chars("stop", self.stop)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs detokenize: strings are found in text", "stop")
         _count("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS)
@@ -95,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _count("bad_words", self.bad_words, MAX_BAD_WORDS)
             if any(not w for w in self.bad_words):
                 raise RequestError("bad_words must not contain an empty string", "bad_words")
+            _chars("bad_words", self.bad_words)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
@@ -114,6 +118,12 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 def _count(name: str, values: Any, limit: int) -> None:
     if len(values) > limit:
         raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}", name)
+
+
+def _chars(name: str, values: list[str]) -> None:
+    length = sum(len(value) for value in values)
+    if length > MAX_STOP_CHARS:
+        raise RequestError(f"{name} has {length} characters in all, the limit is {MAX_STOP_CHARS}", name)
 
 
 def _ids(name: str, values: Any, vocab_size: int | None) -> None:

@@ -89,7 +89,7 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._model = model
         self._fingerprint = state.fingerprint
-        self._num_sequences = body.n or 1
+        self._num_sequences = len(job.generations[0].outputs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._return_ids = bool(body.return_token_ids)
         self._with_logprobs = body.logprobs is not None

@@ -42,14 +42,14 @@ def bind(host: str, port: int) -> socket.socket:
 
     Done before the model is loaded, so that a mistake costs no waiting. Clients are refused until the server listens.
     """
+    if not 0 <= port <= 65535:
+        raise StartError(f"port must be in [0, 65535], got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
         raise StartError(f"cannot listen on host {host!r}: {error}") from None
-    except OverflowError:
-        raise StartError(f"port must be in [0, 65535], got {port}") from None
     sock = socket.socket(family, kind, protocol)
     try:
         # a port whose last server ended a moment ago may be taken; one that is listened on may not

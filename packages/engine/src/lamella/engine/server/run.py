@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -110,6 +111,9 @@ class _HttpServer(uvicorn.Server):
                 tasks.append(
                     asyncio.create_task(throughput_log.run(lambda: client.stats, self.options.stats_interval_s))
                 )
+            # what exists now lives as long as the server: collections need not look at it
+            gc.collect()
+            gc.freeze()
             try:
                 await self.serve([self.sock])
             finally:
@@ -193,6 +197,7 @@ def _config(state: ServerState) -> uvicorn.Config:
         lifespan="off",
         interface="asgi3",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from lamella.engine.errors import EngineError
+from lamella.engine.errors import EngineError, StartError
 from lamella.engine.request import Delta, FinishReason, Logprob, Request
 from lamella.engine.wire import Batch, CoreInfo, Stats, parse_sequence_id
 
@@ -25,6 +25,16 @@ def repeat_prompt(request: Request, index: int) -> Sequence[int]:
     del index
     times = request.max_tokens // len(request.prompt_ids) + 1
     return list(request.prompt_ids) * times
+
+
+def say(request: Request, index: int) -> Sequence[int]:
+    """For byte_tokenizer: what stands between "say:" and the next special token or the prompt's end. '#' becomes the
+    sequence's index. A prompt without "say:" is repeated."""
+    text = bytes(token_id if token_id < 256 else 0 for token_id in request.prompt_ids)
+    _, found, rest = text.rpartition(b"say:")
+    if not found:
+        return repeat_prompt(request, index)
+    return list(rest.partition(b"\0")[0].replace(b"#", str(index).encode()))
 
 
 @dataclass(slots=True)
@@ -44,7 +54,7 @@ class _Sequence:
 class ScriptedCore:
     """Satisfies core_loop.Core. A step gives each running sequence `tokens_per_step` tokens."""
 
-    script: Script = repeat_prompt
+    script: Script = say
     info: CoreInfo = field(
         default_factory=lambda: CoreInfo(
             max_model_len=512,
@@ -175,6 +185,17 @@ class ScriptedCore:
         if finish is None and sequence.num_output >= request.max_tokens:
             finish = "length"
         delta.finish_reason = finish
+
+
+def build(config: dict[str, Any], progress: Callable[[str], None]) -> ScriptedCore:
+    """A factory for a core process: config holds plain fields of ScriptedCore, or `fail`: why it cannot start."""
+    progress("reading the script")
+    if "fail" in config:
+        raise StartError(config["fail"])
+    return ScriptedCore(**config)
+
+
+FACTORY = f"{__name__}:build"
 
 
 def logprob(token_id: int, num_best: int) -> Logprob:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lamella.engine.client import CoreLink, EngineClient
 from lamella.engine.core_loop import Core
+from lamella.engine.errors import EngineError
 from lamella.engine.links.thread import ThreadLink
 from lamella.engine.server.options import ServerOptions
 from lamella.engine.server.run import ServerHandle, run_server
@@ -38,11 +39,11 @@ class ServerThread:
         self._link = link
         self._max_queued = max_queued
         self._options = ServerOptions(**{"served_names": (MODEL,), "port": 0, "log_stats": False, **options})
-        self._started: queue.SimpleQueue[ServerHandle | BaseException] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[ServerHandle | EngineError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         handle = self._started.get(timeout=60)
-        if isinstance(handle, BaseException):
+        if isinstance(handle, EngineError):
             raise handle
         self.handle = handle
 
@@ -71,9 +72,8 @@ class ServerThread:
     def _run(self) -> None:
         try:
             self.code = run_server(self._make_client, self._tokenizer, self._options, started=self._started.put)
-        except BaseException as error:
+        except EngineError as error:  # it could not start, which the constructor raises
             self._started.put(error)
-            raise
 
 
 @contextlib.contextmanager

@@ -1,0 +1,199 @@
+"""The life of a server: signals, a dying core, addresses. Servers with signals are processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from lamella.engine.errors import StartError
+from lamella.engine.server.options import bind, listen
+from lamella.engine.testing.scripted_core import ScriptedCore
+from lamella.engine.testing.server_thread import ServerThread, serve
+
+PROGRAM = """
+import json, sys
+from lamella.engine.client import EngineClient
+from lamella.engine.links.process import ProcessLink
+from lamella.engine.server.options import ServerOptions
+from lamella.engine.server.run import run_server
+from lamella.engine.testing.byte_tokenizer import byte_tokenizer
+from lamella.engine.testing.scripted_core import FACTORY
+
+config, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+link = ProcessLink(FACTORY, config)
+print(link.pid, flush=True)
+sys.exit(run_server(
+    lambda: EngineClient(link),
+    byte_tokenizer(),
+    ServerOptions(served_names=("m",), port=0, **options),
+    started=lambda handle: print(handle.url, flush=True),
+))
+"""
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[str]
+    core_pid: int
+    http: httpx.Client
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def code(self) -> int:
+        return self.process.wait(15)
+
+
+@contextlib.contextmanager
+def server_process(config: dict[str, Any], **options: Any) -> Iterator[Server]:
+    arguments = [sys.executable, "-c", PROGRAM, json.dumps(config), json.dumps(options)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        core_pid = int(process.stdout.readline())
+        with httpx.Client(base_url=process.stdout.readline().strip(), timeout=20) as http:
+            yield Server(process, core_pid, http)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class Stream(threading.Thread):
+    """Reads a streamed answer to its end."""
+
+    def __init__(self, server: Server, max_tokens: int) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.begun = threading.Event()
+        self._url = f"{server.http.base_url}/v1/completions"
+        self._body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
+        self.start()
+        assert self.begun.wait(10)
+
+    def run(self) -> None:
+        with httpx.Client(timeout=20) as http, http.stream("POST", self._url, json=self._body) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    self.lines.append(line)
+                self.begun.set()
+
+    def events(self) -> list[dict[str, Any]]:
+        self.join(15)
+        assert not self.is_alive()
+        assert self.lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in self.lines[:-1]]
+
+
+def test_a_signal_drains() -> None:
+    with server_process({"step_s": 0.02}) as server:
+        stream = Stream(server, max_tokens=50)
+        server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while (answer := server.http.post("/v1/completions", json={"prompt": "late"})).status_code != 503:
+            assert time.monotonic() < deadline
+        assert answer.json()["error"]["message"] == "the server shuts down"
+        assert answer.headers["retry-after"] == "5"
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        events = stream.events()
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert "".join(event["choices"][0]["text"] for event in events) == "x" * 50
+        assert server.code() == 0
+        assert not os.path.exists(f"/proc/{server.core_pid}")
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with server_process({}) as server:
+        assert server.http.get("/health").status_code == 200
+        begun_s = time.monotonic()
+        server.signal(signal.SIGINT)
+        assert server.code() == 0
+        assert time.monotonic() - begun_s < 3
+
+
+def test_the_drain_has_a_time_limit() -> None:
+    with server_process({"step_s": 0.02}, drain_timeout_s=0.3) as server:
+        stream = Stream(server, max_tokens=500)
+        server.signal(signal.SIGTERM)
+        assert stream.events()[-1]["error"]["message"] == "the server shuts down"
+        assert server.code() == 0
+
+
+def test_a_second_signal_gives_up() -> None:
+    with server_process({"step_s": 0.02}) as server:
+        stream = Stream(server, max_tokens=500)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.signal(signal.SIGINT)
+        assert stream.events()[-1]["error"]["message"] == "the server was stopped"
+        assert server.code() == 1
+
+
+def test_a_killed_core_is_told_and_ends_the_server() -> None:
+    with server_process({"step_s": 0.02}) as server:
+        stream = Stream(server, max_tokens=500)
+        os.kill(server.core_pid, signal.SIGKILL)
+        error = stream.events()[-1]["error"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_dead")
+        assert error["message"] == "the engine core ended: the process ended by signal 9"
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        answer = server.http.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert server.code() == 1
+
+
+def test_a_core_that_crashes_fails_what_waits_for_it() -> None:
+    with serve(ScriptedCore(crash_after=1)) as server, httpx.Client(base_url=server.url) as http:
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert "the script says crash" in answer.json()["error"]["message"]
+        assert server.wait() == 1
+
+
+def test_a_core_that_cannot_start_is_a_start_error() -> None:
+    def broken() -> Any:
+        raise StartError("the model is broken")
+
+    with pytest.raises(StartError, match="the model is broken"):
+        ServerThread(broken)
+
+
+def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        listen(taken)
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*; choose another --port"):
+            bind("127.0.0.1", port)
+
+
+def test_the_faster_of_two_servers_gets_the_port() -> None:
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first)
+        with pytest.raises(StartError, match="cannot listen on"):
+            listen(second)
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 80), ("192.0.2.1", 0), ("127.0.0.1", 70_000)])
+def test_addresses_that_are_not_ours(host: str, port: int) -> None:
+    with pytest.raises(StartError, match=r"cannot listen on|port must be in"):
+        bind(host, port)
+
+
+def test_clients_are_refused_until_the_engine_is_ready() -> None:
+    sock = bind("127.0.0.1", 0)
+    with sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())

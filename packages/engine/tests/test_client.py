@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from lamella.engine.client import EngineClient
+from lamella.engine.errors import EngineDeadError, EngineError, OverloadedError, RequestError, StartError
+from lamella.engine.request import Delta, Request, SamplingParams
+from lamella.engine.testing.fake_link import FakeLink
+from lamella.engine.testing.scripted_core import ScriptedCore
+from lamella.engine.wire import Abort, Add
+
+PROMPT = list(b"say:abcdefgh")
+
+
+def request(request_id: str = "r1", *, n: int = 1, max_tokens: int = 100) -> Request:
+    return Request(request_id, PROMPT, SamplingParams(n=n, max_tokens=max_tokens), max_tokens, [257])
+
+
+def run(scenario: Callable[[EngineClient, FakeLink, ScriptedCore], Awaitable[None]], **options: object) -> None:
+    """Run a scenario with a started client over a core that steps by hand."""
+
+    async def main() -> None:
+        core = ScriptedCore()
+        link = FakeLink(core, automatic=False)
+        client = EngineClient(link, **options)  # type: ignore[arg-type]
+        await client.start()
+        await scenario(client, link, core)
+        await client.close()
+        assert core.closed
+
+    asyncio.run(main())
+
+
+def test_a_lagging_reader_gets_one_merged_delta_per_sequence() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(n=2, max_tokens=3))
+        for _ in range(2):
+            link.step()
+        deltas = await stream.take()
+        assert [(d.index, d.token_ids, d.finish_reason) for d in deltas] == [(0, [97, 98], None), (1, [97, 98], None)]
+        assert deltas[0].queued_s == 0.001, "what came with the first delta stays"
+        link.step()
+        assert [(d.token_ids, d.finish_reason) for d in await stream.take()] == [([99], "length")] * 2
+        assert await stream.take() == []
+        assert client.num_open == client.num_requests == 0
+
+    run(scenario)
+
+
+def test_merging_keeps_logprobs_aligned_with_tokens() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        params = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=0)
+        stream = client.submit(Request("r", PROMPT, params, 3, [257]))
+        for _ in range(3):
+            link.step()
+        (delta,) = await stream.take()
+        assert delta.logprobs is not None
+        assert [entry.token_ids[0] for entry in delta.logprobs] == delta.token_ids == [97, 98, 99]
+        assert delta.prompt_logprobs is not None
+        assert len(delta.prompt_logprobs) == len(PROMPT)
+
+    run(scenario)
+
+
+def test_a_waiting_reader_wakes_when_a_step_ends() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(max_tokens=2))
+        asyncio.get_running_loop().call_later(0.01, link.step)
+        assert (await stream.take())[0].token_ids == [97]
+        link.step()
+        assert [delta.token_ids async for delta in stream] == [[98]]
+
+    run(scenario)
+
+
+def test_stopping_one_sequence_leaves_the_others_running() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(n=3, max_tokens=2))
+        link.step()
+        await stream.take()
+        stream.stop("r1", 1)
+        assert core.aborted == ["r1#1"]
+        assert core.num_held == client.num_open == 2
+        link.step()
+        assert [delta.index for delta in await stream.take()] == [0, 2]
+        assert await stream.take() == []
+
+    run(scenario)
+
+
+def test_stopping_an_ended_sequence_aborts_nothing() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(max_tokens=1))
+        link.step()
+        stream.stop("r1", 0)
+        assert core.aborted == []
+        assert await stream.take() == []
+
+    run(scenario)
+
+
+def test_closing_a_stream_aborts_what_runs_and_wakes_the_reader() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request("a"), request("b", n=2))
+        other = client.submit(request("c", max_tokens=1))
+        reader = asyncio.ensure_future(stream.take())
+        await asyncio.sleep(0)
+        stream.close()
+        assert await reader == []
+        assert [m for m in link.sent if isinstance(m, Abort)] == [Abort(["a", "b"])]
+        stream.close()
+        assert len([m for m in link.sent if isinstance(m, Abort)]) == 1
+        link.step()
+        assert [d.request_id for d in await other.take()] == ["c"]
+        assert core.num_held == client.num_open == 0
+
+    run(scenario)
+
+
+def test_abort_by_id_ends_that_request_only() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request("a"), request("b", max_tokens=1))
+        client.abort(["a", "unknown"])
+        link.step()
+        assert [d.request_id for d in await stream.take()] == ["b"]
+        assert await stream.take() == []
+
+    run(scenario)
+
+
+def test_late_deltas_of_an_aborted_request_are_dropped() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request())
+        stream.close()
+        stream.put(Delta("r1", 0, [97]))
+        assert await stream.take() == []
+
+    run(scenario)
+
+
+def test_a_full_queue_refuses_all_or_nothing() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        # eight run at once, two may wait; an idle engine takes more than that
+        many = client.submit(request("many", n=12))
+        with pytest.raises(OverloadedError, match="12 sequences are open, 8 run at once and 2 may wait") as refused:
+            client.submit(request("one"))
+        assert 1 <= refused.value.retry_after_s <= 60
+        many.close()
+        client.submit(request("eight", n=8))
+        with pytest.raises(OverloadedError):
+            client.submit(request("x"), request("y", n=2))
+        client.submit(request("two", n=2))
+        assert [m.request.request_id for m in link.sent if isinstance(m, Add)] == ["many", "eight", "two"]
+
+    run(scenario, max_queued=2)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        client.submit(request("a"))
+        with pytest.raises(RequestError, match="'a' is in use"):
+            client.submit(request("b"), request("a"))
+        assert client.num_requests == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("silently", [True, False])
+def test_a_dead_core_fails_streams_and_calls_at_once(silently: bool) -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request())
+        waiting = client.submit(request("w"))
+        link.step()
+        await waiting.take()
+        reader = asyncio.ensure_future(waiting.take())
+        await asyncio.sleep(0)
+        link.die("out of memory", silently=silently)
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            await reader
+        assert [d.token_ids for d in await stream.take()] == [[97]], "what came before is not lost"
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            await stream.take()
+        with pytest.raises(EngineDeadError):
+            client.submit(request("late"))
+        with pytest.raises(EngineDeadError):
+            await client.call("ping")
+        assert await client.wait_dead() == client.dead == "out of memory"
+        assert client.num_open == 0
+
+    run(scenario)
+
+
+def test_a_call_in_flight_fails_with_the_core() -> None:
+    class SilentLink(FakeLink):
+        def send(self, message: object) -> None:
+            del message
+
+    async def main() -> None:
+        link = SilentLink(ScriptedCore())
+        client = EngineClient(link)
+        await client.start()
+        call = asyncio.ensure_future(client.call("held"))
+        await asyncio.sleep(0)
+        link.die()
+        with pytest.raises(EngineDeadError):
+            await call
+
+    asyncio.run(main())
+
+
+def test_a_core_that_cannot_start_gives_its_reason() -> None:
+    class BrokenLink(FakeLink):
+        def open(self, loop: object, receive: object, lost: Callable[[str], None]) -> None:  # type: ignore[override]
+            asyncio.get_running_loop().call_soon(lost, "the file is truncated")
+
+    async def main() -> None:
+        client = EngineClient(BrokenLink(ScriptedCore()))
+        with pytest.raises(StartError, match="the file is truncated"):
+            await client.start()
+        with pytest.raises(EngineError, match="not started"):
+            _ = client.info
+
+    asyncio.run(main())
+
+
+def test_calls_are_answered_and_batches_observed() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        seen: list[int] = []
+        client.observers.append(lambda batch: seen.append(len(batch.deltas)))
+        client.submit(request(n=3))
+        link.step()
+        assert seen == [3]
+        assert client.stats.num_running == 3
+        assert await client.call("held") == 3
+        assert await client.call("echo", {"x": [1, "y"]}) == {"x": [1, "y"]}
+
+    run(scenario)
