@@ -79,6 +79,10 @@ def test_equals_plain_loops(seed: int) -> None:
             held = ids[len(ids) - verify :] if verify else []
             expected_drafts.append(held + [-1] * (max(verify_lens) - verify))
         logits_starts.append(len(logits_idx))
+    assert inputs.rows.tolist() == order
+    narrow = (inputs.rows, inputs.token_ids, inputs.positions, inputs.query_start, inputs.seq_lens, inputs.logits_idx)
+    assert {t.dtype for t in narrow} == {torch.int32}
+    assert {t.dtype for t in inputs.slot_mapping} == {torch.int64}
     assert inputs.token_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert [s.tolist() for s in inputs.slot_mapping] == list(slots)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lamella.runner_v2.errors import CapacityError, ConfigError, UnsupportedError
+from lamella.runner_v2.parallel.groups import ThreadGroup
 from lamella.runner_v2.protocols import SpecNeeds
 from lamella.runner_v2.runner import ModelRunner
 from lamella.runner_v2.sampling.params import RowParams
@@ -206,8 +207,6 @@ class TestFailures:
             runner.allocate(KvLayout((1,)))
 
     def test_heads_that_do_not_divide(self, model: TinyModel) -> None:
-        from lamella.runner_v2.parallel.groups import ThreadGroup
-
         with pytest.raises(ConfigError, match="tensor parallel size 3 does not divide the model's 4 heads"):
             ModelRunner.load(model.path, tp_rank=0, tp_size=3, group=ThreadGroup.create(3)[0])
 

@@ -46,7 +46,8 @@ class BatchLayout(NamedTuple):
     draft_idx: Ints  # [L] drafts before the token that the logits row chooses
     sampled_start: Ints  # [S + 1] logits rows of each sampling row
     # on the device
-    device_rows: torch.Tensor  # [R] int64
+    device_rows: torch.Tensor  # [R] int64, to index with
+    narrow_rows: torch.Tensor  # [R] int32, the same
     device_query_lens: torch.Tensor  # [R] int32
     device_verify_lens: torch.Tensor  # [R] int32
     query_start: torch.Tensor  # [R + 1] int32
@@ -108,7 +109,7 @@ class BatchBuilder:
             num_rows=layout.num_rows,
             max_query_len=layout.max_query_len,
             max_seq_len=max_seq_len,
-            rows=layout.device_rows,
+            rows=layout.narrow_rows,
             token_ids=ids.clamp(min=0) if layout.max_verify_len else ids,  # a missing draft needs some id
             positions=positions,
             query_start=layout.query_start,
@@ -189,6 +190,7 @@ class BatchBuilder:
             draft_idx=draft_idx,
             sampled_start=sampled_start,
             device_rows=on_device(rows, np.int64),
+            narrow_rows=on_device(rows),
             device_query_lens=on_device(query_lens),
             device_verify_lens=on_device(verify_lens),
             query_start=on_device(query_start),

@@ -50,7 +50,7 @@ def prompt_batch(token_ids: torch.Tensor, block_size: int, num_groups: int) -> I
         num_rows=1,
         max_query_len=num_tokens,
         max_seq_len=num_tokens,
-        rows=torch.zeros(1, dtype=torch.int64, device=device),
+        rows=ints(0),
         token_ids=token_ids,
         positions=positions,
         query_start=ints(0, num_tokens),

@@ -10,7 +10,7 @@ computed together; a long prompt chunk goes by itself, in tiles of queries, whic
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -124,26 +124,33 @@ class PagedAttention:
 
     def _tile(self, plan: PagedPlan, rows: list[int], first_query: int, num_queries: int) -> QueryTile:
         """num_queries of each row, from its first_query-th on."""
-        block_size = self._bound.block_size
-        starts = torch.tensor([plan.query_start[row] for row in rows])
-        query_lens = torch.tensor([plan.query_start[row + 1] - plan.query_start[row] for row in rows])
-        seq_lens = torch.tensor([plan.seq_lens[row] for row in rows])
-        queries = first_query + torch.arange(num_queries)
+        block_size, device = self._bound.block_size, plan.tables.device
+
+        def ints(values: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+        def upto(end: int) -> torch.Tensor:
+            return torch.arange(end, device=device)
+
+        starts = ints(plan.query_start[row] for row in rows)
+        query_lens = ints(plan.query_start[row + 1] - plan.query_start[row] for row in rows)
+        seq_lens = ints(plan.seq_lens[row] for row in rows)
+        queries = first_query + upto(num_queries)
         tokens = starts[:, None] + queries
         positions = (seq_lens - query_lens)[:, None] + queries  # [G, num_queries]
         first_block = torch.zeros_like(starts)
         if plan.window is not None:
             first_block = (positions[:, 0] - plan.window + 1).clamp_(min=0) // block_size
         num_blocks = int((positions[:, -1] // block_size - first_block).max()) + 1
-        columns = first_block[:, None] + torch.arange(num_blocks)
-        key_positions = first_block[:, None] * block_size + torch.arange(num_blocks * block_size)
+        columns = first_block[:, None] + upto(num_blocks)
+        key_positions = first_block[:, None] * block_size + upto(num_blocks * block_size)
         mask = key_positions[:, None, :] <= positions[:, :, None]
         key_mask = key_positions <= positions[:, -1:]
         if plan.window is not None:
             mask &= key_positions[:, None, :] > positions[:, :, None] - plan.window
             key_mask &= key_positions > positions[:, :1] - plan.window
         # a row shorter than its tile's longest one reads its last column again, behind the mask
-        blocks = plan.tables[torch.tensor(rows)].gather(1, columns.clamp_(max=plan.tables.shape[1] - 1))
+        blocks = plan.tables[ints(rows)].gather(1, columns.clamp_(max=plan.tables.shape[1] - 1))
         return QueryTile(tokens, blocks, key_mask, mask.unsqueeze(1))
 
     def _attend(
