@@ -260,3 +260,14 @@ def test_a_sequence_that_fails_is_the_only_one(http: httpx.Client, core: Scripte
             assert answer.status_code == 500, "nothing was sent before: the status can still tell"
     finally:
         core.fail_on = None
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_what_the_core_refuses_has_its_status(http: httpx.Client, core: ScriptedCore, status: int) -> None:
+    core.fail_on, core.fail_status = ord("%"), status
+    try:
+        answer = http.post("/v1/completions", json={"prompt": "say:%"})
+        refuse(answer, status)
+        assert ("retry-after" in answer.headers) == (status == 503)
+    finally:
+        core.fail_on, core.fail_status = None, 500

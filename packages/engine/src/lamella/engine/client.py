@@ -346,4 +346,4 @@ def merge(into: Delta, later: Delta) -> None:
         into.prompt_logprobs = later.prompt_logprobs
     into.finish_reason = later.finish_reason
     into.stop_reason = later.stop_reason
-    into.error = later.error
+    into.error, into.error_status = later.error, later.error_status

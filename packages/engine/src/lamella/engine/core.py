@@ -146,7 +146,8 @@ class EngineCore:
             self.submit(request)
         except EngineError as error:
             self._refusals += [
-                Delta(request.request_id, index, [], "error", error=str(error)) for index in range(request.params.n)
+                Delta(request.request_id, index, [], "error", error=str(error), error_status=error.status)
+                for index in range(request.params.n)
             ]
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -119,7 +119,7 @@ class CoreLoop:
             if self._inbox.draining:
                 request = message.request
                 refused = [
-                    Delta(request.request_id, index, [], "abort", error="the engine shuts down")
+                    Delta(request.request_id, index, [], "abort", error="the engine shuts down", error_status=503)
                     for index in range(request.params.n)
                 ]
                 self._emit(Batch(refused))

@@ -178,3 +178,5 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     """Seconds from arrival in the core to the first step; with the first delta."""
     prefill_s: float = 0.0
     """Seconds from the first step to the first token; with the first delta."""
+    error_status: int = 500
+    """What an HTTP client sees of the error: 400 if the request itself is to blame, 503 if it came at a bad time."""

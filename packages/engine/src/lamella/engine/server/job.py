@@ -10,12 +10,16 @@ from collections.abc import Callable
 
 from starlette.types import Receive
 
-from lamella.engine.errors import EngineDeadError, EngineError
+from lamella.engine.errors import EngineError, OverloadedError, RequestError
 from lamella.engine.generation import Generation, Usage
 from lamella.engine.request import Request
 from lamella.engine.server.body import ClientGone
 from lamella.engine.server.state import ServerState
 from lamella.engine.text.output import Piece
+
+
+FAILURES: dict[int, type[EngineError]] = {400: RequestError, 503: OverloadedError}
+"""By Delta.error_status."""
 
 
 class Job:
@@ -68,8 +72,7 @@ class Job:
                 if piece.finish_reason is not None:
                     counters.on_end(generation, delta.index)
                 if delta.error is not None:
-                    failure = EngineDeadError if piece.finish_reason == "abort" else EngineError
-                    raise failure(delta.error)
+                    raise FAILURES.get(delta.error_status, EngineError)(delta.error)
                 events.append((first + delta.index, piece))
             if events:
                 return events

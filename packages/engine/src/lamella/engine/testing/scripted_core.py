@@ -73,6 +73,8 @@ class ScriptedCore:
     """Raise in that step."""
     fail_on: int | None = None
     """A sequence that would emit this id fails with an error of its own."""
+    fail_status: int = 500
+    """Delta.error_status of those."""
     steps: int = 0
     aborted: list[str] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
@@ -174,6 +176,7 @@ class ScriptedCore:
             token_id = request.prompt_ids[-1]
         if token_id == self.fail_on:
             delta.finish_reason, delta.error = "error", "the logits are not numbers"
+            delta.error_status = self.fail_status
             return
         sequence.num_output += 1
         delta.token_ids.append(token_id)
