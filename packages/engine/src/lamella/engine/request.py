@@ -72,8 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
         _within("min_p", self.min_p, 0.0, 1.0)
         if not 0.0 < self.repetition_penalty <= 100.0:
-            raise RequestError(f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}",
-                               "repetition_penalty")
+            raise RequestError(
+                f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", "repetition_penalty"
+            )
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         if self.n > 1 and self.temperature < 1e-5:

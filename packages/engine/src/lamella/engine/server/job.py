@@ -17,7 +17,6 @@ from lamella.engine.server.body import ClientGone
 from lamella.engine.server.state import ServerState
 from lamella.engine.text.output import Piece
 
-
 FAILURES: dict[int, type[EngineError]] = {400: RequestError, 503: OverloadedError}
 """By Delta.error_status."""
 
