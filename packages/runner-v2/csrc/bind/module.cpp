@@ -5,9 +5,7 @@
 
 namespace py = pybind11;
 
-#ifdef LAMELLA_HAS_SAMPLING
 void bind_sampling(py::module_& m);
-#endif
 
 PYBIND11_MODULE(_C, m) {
   m.attr("build_id") = LAMELLA_BUILD_ID;
@@ -16,7 +14,5 @@ PYBIND11_MODULE(_C, m) {
       py::arg("count"), py::call_guard<py::gil_scoped_release>());
   m.def("num_threads", [] { return lamella::host::Pool::get().size(); });
   lamella::bind::bind_host(m);
-#ifdef LAMELLA_HAS_SAMPLING
   bind_sampling(m);
-#endif
 }

@@ -8,6 +8,10 @@
 
 namespace lamella::host {
 
+namespace sampling {
+struct Lanes;
+}
+
 // Rows of activations are multiplied in blocks of at most Kernels::max_block.
 //
 // Quantised activations: per group of 32 inputs and row a record of 48 bytes, records of a group side by side:
@@ -90,6 +94,7 @@ struct Kernels {
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t half, bool interleaved);
   void (*to_half)(const float* x, int64_t n, uint16_t* out);  // to nearest, saturating; NaN stays NaN
   void (*softmax)(float* x, int64_t n);
+  const sampling::Lanes* sampling;  // see sampling_lanes.h
 };
 
 }  // namespace lamella::host

@@ -6,9 +6,14 @@
 
 namespace lamella::host {
 
+namespace sampling {
+extern const Lanes LAMELLA_KERNELS;
+}
+
 extern const Kernels LAMELLA_KERNELS;
 const Kernels LAMELLA_KERNELS = {
-    kIsaName, kMaxBlock, multiply, quantise, attend, merge, norm, add_rows, add_scaled, activate, softcap, rotate, to_half, softmax,
+    kIsaName,  kMaxBlock, multiply, quantise, attend,  merge,   norm,
+    add_rows,  add_scaled, activate, softcap, rotate, to_half, softmax, &sampling::LAMELLA_KERNELS,
 };
 
 }  // namespace lamella::host

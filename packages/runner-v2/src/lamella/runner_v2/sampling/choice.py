@@ -78,5 +78,5 @@ class ChoiceTable:
             self._top_k[rows],
             self._top_p[rows],
             self._keys[rows],
-            layout.positions,
+            np.ascontiguousarray(layout.positions, np.int32),
         )

@@ -39,7 +39,8 @@ class SamplingKernels(Protocol):
         """(ids, status) after min-p, top-k, top-p, with noise. Greedy rows as in greedy()."""
 
     def logprobs(self, logits: torch.Tensor, rows: npt.NDArray[np.int32], token_ids: torch.Tensor, k: int) -> Logprobs:
-        """In the n given rows of logits: of token_ids [n] int32, and of the k <= V best. NaN where the row has one."""
+        """In the n given rows of logits: of token_ids [n] int32, and of the k <= V best. NaN where a row has
+        NaN, +inf or nothing finite."""
 
     def penalise(self, logits: torch.Tensor, entries: PenaltyEntries) -> None:
         """Edit in place."""
@@ -73,6 +74,7 @@ class TorchKernels:
         logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
         given = token_ids.to(device=logits.device, dtype=torch.int64)[:, None]
         total = logits.double().logsumexp(dim=-1, keepdim=True)
+        total = torch.where(total.isfinite(), total, torch.nan)
         x = logits.gather(1, given)
         values, ids = best(torch.where(logits.isnan(), -torch.inf, logits), k)
         return Logprobs(

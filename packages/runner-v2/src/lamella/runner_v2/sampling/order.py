@@ -11,6 +11,8 @@ def best(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if k * 4 >= vocab_size:
         values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values[:, :k], ids[:, :k]
+    if k == 0:
+        return logits[:, :0], torch.empty((n, 0), dtype=torch.int64, device=logits.device)
     # topk says nothing about ties: take its threshold only, then fill up with equal values from the lowest id on
     threshold = torch.topk(logits, k, dim=-1, sorted=True).values[:, -1:]
     above = logits > threshold

@@ -120,7 +120,7 @@ class Penalties:
                 start,
                 np.concatenate([ids for ids, _ in parts]),
                 np.concatenate([counts for _, counts in parts]),
-                *self._factors[:, rows],
+                *(factor[rows] for factor in self._factors),
             ),
         )
 

@@ -8,17 +8,21 @@ A batch in which no row asks for anything is one argmax. What each transform mea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lamella.runner_v2.sampling.bad_words import BadWords
 from lamella.runner_v2.sampling.bias import Bias
 from lamella.runner_v2.sampling.choice import ChoiceTable
-from lamella.runner_v2.sampling.kernels import SamplingKernels, TorchKernels
+from lamella.runner_v2.sampling.host import pick_kernels
+from lamella.runner_v2.sampling.kernels import SamplingKernels
 from lamella.runner_v2.sampling.logprobs import NONE, token_logprobs
-from lamella.runner_v2.sampling.masks import locate
+from lamella.runner_v2.sampling.masks import RowMasks, locate
 from lamella.runner_v2.sampling.params import RowParams
 from lamella.runner_v2.sampling.penalties import Penalties
 from lamella.runner_v2.sampling.rows import NOT_A_NUMBER, LogitsRows, RowTransform, SampleResult
@@ -41,7 +45,7 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_drafts = max_drafts
-        self.kernels = kernels if kernels is not None else TorchKernels()
+        self.kernels = kernels if kernels is not None else pick_kernels(device)
         self._choice = ChoiceTable(max_num_rows)
         self._transforms: tuple[RowTransform, ...] = (
             Bias(vocab_size, max_num_rows, torch.device(device)),
@@ -71,17 +75,7 @@ class Sampler:
         """
         transforms = [t for t in self._transforms if t.num_active and t.touches(layout).any()]
         located = locate(masks, layout, self.vocab_size) if masks else None
-
-        num_logprobs = self._num_logprobs[layout.rows]
-        asked = np.flatnonzero(num_logprobs != NONE).astype(np.int32)
-        edited = np.zeros(len(layout.rows), bool)
-        if len(asked) and (transforms or located is not None):
-            for transform in transforms:
-                edited |= transform.touches(layout)
-            if located is not None:
-                edited[located.logits_rows] = True
-        copied = asked[edited[asked]]
-        raw = logits[torch.from_numpy(copied.astype(np.int64)).to(logits.device)] if len(copied) else None
+        asked = self._asked(logits, layout, transforms, located)
 
         if located is not None:
             self.kernels.mask(logits, located)
@@ -91,26 +85,9 @@ class Sampler:
             ids, status = self.kernels.choose(logits, self._choice.gather(layout))
         else:
             ids, status = self.kernels.greedy(logits)
-        if not len(asked):
+        if asked is None:
             return SampleResult(ids, status)
-
-        found: list[TokenLogprobs | None] = [None] * len(ids)
-        everywhere = np.arange(len(copied), dtype=np.int32)
-        for source, places, rows in (
-            (logits, asked[~edited[asked]], asked[~edited[asked]]),
-            (raw, copied, everywhere),
-        ):
-            if source is None or not len(places):
-                continue
-            chosen = ids[torch.from_numpy(places.astype(np.int64)).to(ids.device)]
-            entries = token_logprobs(self.kernels, source, rows, chosen, num_logprobs[places])
-            for i, entry in zip(places.tolist(), entries):
-                if entry.logprobs[0] != entry.logprobs[0]:
-                    status[i] = NOT_A_NUMBER  # a NaN that a mask hid
-                found[i] = entry
-        if status.any():
-            found = [None if s else entry for entry, s in zip(found, status.tolist())]
-        return SampleResult(ids, status, found)
+        return SampleResult(ids, status, self._logprobs(logits, asked, ids, status))
 
     def advance(self, rows: Sequence[int], num_tokens: Sequence[int], token_ids: Sequence[int]) -> None:
         """These device rows emitted so many tokens each (accepted drafts + 1; 0: none), one after another in
@@ -129,3 +106,51 @@ class Sampler:
         rows = np.arange(len(target_ids), dtype=np.int32)
         given = torch.tensor(target_ids, dtype=torch.int32, device=logits.device)
         return token_logprobs(self.kernels, logits, rows, given, np.full(len(rows), k, np.int32))
+
+    def _asked(
+        self, logits: torch.Tensor, layout: LogitsRows, transforms: Sequence[RowTransform], located: RowMasks | None
+    ) -> _Asked | None:
+        """Who wants logprobs; None: nobody. Copies the raw logits of those rows that are about to be edited."""
+        num_logprobs = self._num_logprobs[layout.rows]
+        rows = np.flatnonzero(num_logprobs != NONE).astype(np.int32)
+        if not len(rows):
+            return None
+        edited = np.zeros(len(layout.rows), bool)
+        for transform in transforms:
+            edited |= transform.touches(layout)
+        if located is not None:
+            edited[located.logits_rows] = True
+        kept, copied = rows[~edited[rows]], rows[edited[rows]]
+        raw = logits[torch.from_numpy(copied.astype(np.int64)).to(logits.device)] if len(copied) else None
+        return _Asked(num_logprobs, kept, copied, raw)
+
+    def _logprobs(
+        self, logits: torch.Tensor, asked: _Asked, ids: torch.Tensor, status: torch.Tensor
+    ) -> list[TokenLogprobs | None]:
+        """Per logits row. Marks rows in status whose raw logits have a NaN that a mask hid."""
+        found: list[TokenLogprobs | None] = [None] * len(ids)
+        everywhere = np.arange(len(asked.copied), dtype=np.int32)
+        for source, rows, places in (
+            (logits, asked.kept, asked.kept),
+            (asked.raw, everywhere, asked.copied),
+        ):
+            if source is None or not len(places):
+                continue
+            chosen = ids[torch.from_numpy(places.astype(np.int64)).to(ids.device)]
+            entries = token_logprobs(self.kernels, source, rows, chosen, asked.num_logprobs[places])
+            for place, entry in zip(places.tolist(), entries):
+                if math.isnan(entry.logprobs[0]):
+                    status[place] = NOT_A_NUMBER
+                found[place] = entry
+        if status.any():
+            found = [None if state else entry for entry, state in zip(found, status.tolist())]
+        return found
+
+
+class _Asked(NamedTuple):
+    """The logits rows of a step that want logprobs."""
+
+    num_logprobs: npt.NDArray[np.int32]  # [L] NONE where a row does not
+    kept: npt.NDArray[np.int32]  # rows that no transform touches: their logits stay raw
+    copied: npt.NDArray[np.int32]  # the others
+    raw: torch.Tensor | None  # [len(copied), V]
