@@ -118,8 +118,9 @@ def resolve(
         max_num_drafts=num_drafts,
         dummy_weights=options.load_format == "dummy",
         progress=progress,
+        batch_invariant=options.batch_invariant,
     )
-    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy"):
+    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy", "batch_invariant"):
         value = getattr(options, name)
         decide(name, value, "the default" if value == default_of(name) else "given")
     if options.speculative_config:

@@ -95,6 +95,13 @@ class EngineOptions:
         choices=("fcfs", "priority"),
         help="fcfs: first come, first served; priority: lower request priority first, then arrival",
     )
+    batch_invariant: bool = option(
+        False,
+        group="machine",
+        kind="bool",
+        help="give each answer the same bits whatever else is in the batch, on the reference ops too (slower; the "
+        "native kernels always do)",
+    )
     max_num_queued_reqs: int = option(
         1024, group="scheduling", kind="int", help="most requests that wait; beyond it the answer is 503"
     )
