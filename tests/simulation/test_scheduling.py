@@ -70,7 +70,8 @@ class World:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 30)),
             num_blocks=tuple(
-                1 + least_blocks(w, block_size, max_model_len + lookahead, depth * (1 + max_num_drafts) + lookahead)
+                1
+                + least_blocks(w, block_size, max_model_len + lookahead, depth * (1 + max_num_drafts) + lookahead)
                 + rng.randrange(slack + 1)
                 for w in windows
             ),
@@ -145,6 +146,7 @@ class CheckedExecutor(InProcess):
 
     world: World
     clock: FakeClock
+    core: EngineCore
 
     def submit(self, step: Step) -> None:
         work = step.work
@@ -155,6 +157,9 @@ class CheckedExecutor(InProcess):
             assert min(work.query_lens) >= 1
             assert all(0 <= v < q for v, q in zip(work.verify_lens, work.query_lens))
             assert max(work.propose_lens) <= self.world.max_num_drafts
+        books = self.core._scheduler.books
+        for sequence in (*books.prefilling, *books.decoding):
+            assert sequence.reach < sequence.max_len or sequence.scores_only, "computed beyond the end"
         self.clock.advance(0.125)
         super().submit(step)
 
@@ -191,6 +196,7 @@ class Simulation:
             clock=self.clock.now,
             draw_seed=lambda: 7,
         )
+        self.executor.core = self.core
         self.texts = [[self.rng.randrange(3, 24) for _ in range(world.max_model_len)] for _ in range(2)]
         self.requests: dict[str, Request] = {}
         self.expected: dict[tuple[str, int], Expected] = {}
@@ -208,8 +214,11 @@ class Simulation:
                 core.call("reset_prefix_cache", {})
             batch = core.run_once()
             for delta in batch.deltas if batch is not None else []:
-                prompt_len = len(self.requests[delta.request_id].prompt_ids)
-                self.expected[delta.request_id, delta.index].take(delta, prompt_len)
+                request = self.requests[delta.request_id]
+                self.expected[delta.request_id, delta.index].take(delta, len(request.prompt_ids))
+                if request.cache_salt not in (None, "a") and request.params.n == 1:
+                    assert delta.cached_len == 0, "a hit across salts"
+                assert delta.cached_len == 0 or (request.use_prefix_cache and world.prefix_caching)
             self.check()
             num_rounds += 1
             assert num_rounds < 200 * (1 + world.num_requests), "it does not come to an end"
@@ -261,7 +270,7 @@ class Simulation:
             max_tokens=max_tokens,
             eos_ids=rng.choice(([], [EOS])),
             priority=rng.randrange(3),
-            cache_salt=rng.choice((None, None, "a")),
+            cache_salt=rng.choice((None, None, None, "a", f"of r{len(self.requests)} alone")),
             use_prefix_cache=rng.random() < 0.9,
         )
         self.requests[request.request_id] = request

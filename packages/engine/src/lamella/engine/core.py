@@ -105,7 +105,8 @@ class EngineCore:
         self._clock = clock
         self._agree = (rendezvous or Alone()).agree
         self._inbox: list[Request | tuple[str, int | None]] = []
-        self._refusals: list[Delta] = []
+        self._untold: list[Delta] = []
+        """For the next batch: refusals, and what steps said that ended before a call."""
         self._num_in_flight = 0
         self._schedule_s = 0.0
         self.info = CoreInfo(
@@ -122,7 +123,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A request has not ended, a step is in flight, or something still has to be told."""
-        return bool(self._inbox or self._refusals or self._scheduler.has_work)
+        return bool(self._inbox or self._untold or self._scheduler.has_work)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round.
@@ -145,7 +146,7 @@ class EngineCore:
         try:
             self.submit(request)
         except EngineError as error:
-            self._refusals += [
+            self._untold += [
                 Delta(request.request_id, index, [], "error", error=str(error), error_status=error.status)
                 for index in range(request.params.n)
             ]
@@ -173,14 +174,15 @@ class EngineCore:
         rank). Steps in flight end first, and their deltas come with the next round. EngineError if it is unknown."""
         if method == "stats":
             return self.stats()
+        self._drain_inbox()
         while self._num_in_flight:
-            self._refusals += self._take_results()
+            self._untold += self._take_results()
         if method == "reset_prefix_cache":
             self._manager.reset_prefix_cache()
             return True
         try:
             return self._executor.call(method, args)
-        except RunnerError as error:
+        except (RunnerError, TypeError) as error:  # unknown operation, or arguments that it does not take
             raise EngineError(str(error)) from error
 
     def stats(self) -> Stats:
@@ -226,9 +228,9 @@ class EngineCore:
         return deltas
 
     def _batch(self, deltas: list[Delta]) -> Batch | None:
-        if self._refusals:
-            deltas = self._refusals + deltas
-            self._refusals = []
+        if self._untold:
+            deltas = self._untold + deltas
+            self._untold = []
         return Batch(deltas, self.stats()) if deltas else None
 
 

@@ -94,13 +94,17 @@ class InProcess:
         return [self._worker.call(method, **args)]
 
     def poll(self, timeout_s: float | None) -> Events:
-        """Outputs of steps that have ended, in order; waits for one if steps are running."""
+        """Outputs of steps that have ended, in order; waits for one if steps are running.
+
+        Without a thread one output at a time, as from a device that is still at work on the step behind it.
+        """
         if self._thread is not None and self._num_in_flight > len(self._pending) and not self._died:
             ended = self._thread.take(timeout_s)
             self._died = self._thread.died or self._died
             self._outputs += ended
-        outputs = tuple(self._outputs)
-        self._outputs.clear()
+        outputs = tuple(self._outputs if self._thread is not None else list(self._outputs)[:1])
+        for _ in outputs:
+            self._outputs.popleft()
         self._num_in_flight -= len(outputs)
         tickets = self._tickets
         self._tickets = []

@@ -34,7 +34,7 @@ def commit(books: Books, output: StepOutput) -> list[Delta]:
 class _Commit:
     """One commit: the output's flat lists and how far they have been read."""
 
-    __slots__ = ("_books", "_deltas", "_failed", "_now", "_output", "_step")
+    __slots__ = ("_books", "_deltas", "_failed", "_now", "_num_accepted", "_num_verified", "_output", "_step")
 
     def __init__(self, books: Books, step: InFlight, output: StepOutput) -> None:
         self._books = books
@@ -43,6 +43,9 @@ class _Commit:
         self._deltas: list[Delta] = []
         self._failed = dict(output.failed)
         self._now: float | None = None
+        self._num_verified = 0
+        self._num_accepted = [0] * (books.config.max_num_drafts + 1)
+        """Rows that verified drafts, by how many they accepted."""
 
     def run(self) -> list[Delta]:
         step, output, deltas = self._step, self._output, self._deltas
@@ -51,35 +54,49 @@ class _Commit:
         num_drafts = output.num_drafts
         eventful = bool(self._failed) or output.prompt_logprobs is not None
         speculates = self._books.config.max_num_drafts > 0
-        num_plain = end = 0
+        num_emitted = end = 0
         for place, sequence in enumerate(step.sequences):
             count = num_tokens[place]
             start, end = end, end + count
             if sequence.ghost:
                 continue
             assert generations[place] == sequence.generation, f"row {sequence.row} has another owner"
-            if sequence.plain and count == 1 and query_lens[place] == 1 and not eventful:
+            if not sequence.plain or eventful or not count:
+                self._row(place, sequence, start, count)
+            elif query_lens[place] == 1:
                 # the steady state: one id for a decoding row
                 token = token_ids[start]
                 sequence.ids.append(token)
                 computed_len = sequence.computed_len + 1
                 sequence.computed_len = computed_len
+                num_emitted += 1
                 if token in sequence.stops or computed_len + 1 >= sequence.max_len:
                     self._end(sequence, [token], None)
-                else:
-                    if computed_len >= sequence.seal_at:
-                        self._seal(sequence, computed_len)
-                    deltas.append(Delta(sequence.request_id, sequence.index, [token]))
-                num_plain += 1
+                    continue
+                if computed_len >= sequence.seal_at:
+                    self._seal(sequence, computed_len)
+                deltas.append(Delta(sequence.request_id, sequence.index, [token]))
             else:
-                self._row(place, sequence, start, count)
+                self._advance(place, sequence, count)
+                self._emit(sequence, token_ids[start:end], None)
             if speculates:
                 held = 0 if num_drafts is None else num_drafts[place]
                 sequence.held_drafts = held
                 if sequence.last_step == step.step_id:
                     sequence.drafts = held
-        self._books.stats.generation_tokens += num_plain
+        self._books.stats.generation_tokens += num_emitted
+        if self._num_verified:
+            self._count_drafts()
         return deltas
+
+    def _advance(self, place: int, sequence: Sequence, count: int) -> None:
+        """Lengths of a row that emitted `count` ids."""
+        verify_len = self._step.verify_lens[place]
+        sequence.computed_len += self._step.query_lens[place] - verify_len + count - 1
+        sequence.reach -= verify_len + 1 - count
+        if verify_len and sequence.held_drafts:
+            self._num_verified += min(verify_len, sequence.held_drafts)
+            self._num_accepted[count - 1] += 1
 
     def _row(self, place: int, sequence: Sequence, start: int, count: int) -> None:
         """Any row: a chunk, several tokens, log-probabilities, a failure."""
@@ -88,41 +105,45 @@ class _Commit:
             self._deltas.append(ending(sequence, "error", self._failed[sequence.row]))
             books.finish(sequence, discard=True)
             return
-        query_len, verify_len = self._step.query_lens[place], self._step.verify_lens[place]
         if self._output.prompt_logprobs is not None:
             self._take_prompt_entries(sequence)
         if not count:
-            sequence.computed_len += query_len
+            sequence.computed_len += self._step.query_lens[place]
             if sequence.computed_len >= sequence.seal_at:
                 self._seal(sequence, sequence.computed_len)
             return
-        sequence.computed_len += query_len - verify_len + count - 1
-        sequence.reach -= verify_len + 1 - count
-        if verify_len:
-            self._count_drafts(min(verify_len, sequence.held_drafts), count - 1)
+        self._advance(place, sequence, count)
         if not sequence.siblings.prompt_done:
             books.stats.prompt_tokens += sequence.prompt_len
             books.unpark(sequence.siblings)
-        token_ids = self._kept(sequence, self._output.token_ids[start : start + count])
-        books.stats.generation_tokens += len(token_ids)
-        sequence.ids += token_ids
+        end = start + count
         logprobs = None
         if sequence.num_logprobs is not None and self._output.logprobs is not None:
-            logprobs = [_logprob(e) for e in self._output.logprobs[start : start + len(token_ids)] if e is not None]
-        if len(sequence.ids) >= sequence.max_len or (token_ids and token_ids[-1] in sequence.stops):
+            logprobs = [_logprob(entry) for entry in self._output.logprobs[start:end] if entry is not None]
+        self._emit(sequence, self._output.token_ids[start:end], logprobs)
+
+    def _emit(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> None:
+        """Append ids up to the first that ends the sequence, and tell them."""
+        ends = not sequence.stops.isdisjoint(token_ids) or len(sequence.ids) + len(token_ids) >= sequence.max_len
+        if ends:
+            token_ids = self._kept(sequence, token_ids)
+            if logprobs is not None:
+                del logprobs[len(token_ids) :]
+        sequence.ids += token_ids
+        self._books.stats.generation_tokens += len(token_ids)
+        if ends:
             self._end(sequence, token_ids, logprobs)
             return
         if sequence.computed_len >= sequence.seal_at:
             self._seal(sequence, sequence.computed_len)
-        self._emit(sequence, token_ids, logprobs)
+        self._tell(sequence, token_ids, logprobs)
 
     def _kept(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
         """Up to the first that ends the sequence, which is kept."""
         token_ids = token_ids[: sequence.max_len - len(sequence.ids)]
-        if sequence.stops:
-            for n, token in enumerate(token_ids):
-                if token in sequence.stops:
-                    return token_ids[: n + 1]
+        for n, token in enumerate(token_ids):
+            if token in sequence.stops:
+                return token_ids[: n + 1]
         return token_ids
 
     def _end(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> None:
@@ -135,7 +156,7 @@ class _Commit:
         if token_ids and token_ids[-1] in sequence.stops:
             reason = "stop"
             stop_reason = None if token_ids[-1] in sequence.eos_ids else token_ids[-1]
-        delta = self._emit(sequence, token_ids, logprobs)
+        delta = self._tell(sequence, token_ids, logprobs)
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         self._books.finish(sequence)
@@ -147,7 +168,7 @@ class _Commit:
         if manager.slides:
             manager.slide(sequence.id, computed_len, sequence.last_step)
 
-    def _emit(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> Delta:
+    def _tell(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> Delta:
         delta = Delta(sequence.request_id, sequence.index, token_ids, logprobs=logprobs)
         if not sequence.started:
             self._start(sequence, delta)
@@ -178,14 +199,14 @@ class _Commit:
         assert first <= len(entries), "log-probabilities of prompt tokens are missing"
         entries += [_logprob(entry) for entry in found[len(entries) - first :]]
 
-    def _count_drafts(self, num_verified: int, num_accepted: int) -> None:
+    def _count_drafts(self) -> None:
         stats = self._books.stats
-        if num_verified:
-            stats.spec_drafts += 1
-            stats.spec_draft_tokens += num_verified
-            stats.spec_accepted_tokens += num_accepted
+        stats.spec_draft_tokens += self._num_verified
+        for num_accepted, num_rows in enumerate(self._num_accepted):
+            stats.spec_drafts += num_rows
+            stats.spec_accepted_tokens += num_accepted * num_rows
             for n in range(num_accepted):
-                stats.spec_accepted_per_pos[n] += 1
+                stats.spec_accepted_per_pos[n] += num_rows
 
 
 def _logprob(entry: TokenLogprobs) -> Logprob:

@@ -93,6 +93,8 @@ def _blocks(
     groups: Sequence[KvGroup], num_sequences: int, length: int, demand: KvDemand, least: Sequence[int]
 ) -> list[int]:
     """For that many sequences of `length` tokens, and at least `least`."""
+    if not num_sequences:
+        return list(least)
     return [
         max(low, 1 + num_sequences * _per_sequence(group, length, demand) + _shared(group, demand))
         for group, low in zip(groups, least)

@@ -86,8 +86,7 @@ class Scheduler:
         budget = Budget(config.max_num_batched_tokens, config.max_chunk_len)
         budget.take_rows(len(rows))
         if config.max_num_drafts:
-            for sequence in rows:
-                sequence.drafts = budget.take_drafts(sequence.drafts)
+            self._fit_drafts(rows, budget)
         chunks = self._chunks(budget)
         new_blocks, preempted = self._cover(rows, chunks)
         if preempted:
@@ -119,6 +118,15 @@ class Scheduler:
         return self.books.snapshot()
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _fit_drafts(self, rows: Seq[Sequence], budget: Budget) -> None:
+        """Verify no more drafts than there are tokens for."""
+        num_drafts = sum([s.drafts for s in rows])
+        if num_drafts <= budget.left:
+            budget.take_drafts(num_drafts)
+            return
+        for sequence in rows:
+            sequence.drafts = budget.take_drafts(sequence.drafts)
 
     def _chunks(self, budget: Budget) -> list[Chunk]:
         """Share what is left of the budget among admitted prompts, in the order of the policy."""
@@ -254,12 +262,11 @@ class _Batch:
             self.verify_lens = [0] * len(sequences)
             self.propose_lens = [0] * len(sequences)
             return
+        self.verify_lens = [s.drafts for s in sequences]
+        self.query_lens = [1 + verify_len for verify_len in self.verify_lens]
         for sequence in sequences:
-            verify_len = sequence.drafts
-            sequence.reach += 1 + verify_len
+            sequence.reach += 1 + sequence.drafts
             sequence.last_step = step_id
-            self.query_lens.append(1 + verify_len)
-            self.verify_lens.append(verify_len)
             self.propose_lens.append(_propose(sequence, max_num_drafts))
 
     def add_chunk(self, chunk: Chunk, max_num_drafts: int) -> None:
@@ -280,6 +287,10 @@ class _Batch:
 
 def _propose(sequence: Sequence, max_num_drafts: int) -> int:
     """Drafts to make at the step's end: the next step emits one token more than it accepts, and max_len binds."""
-    drafts = min(max_num_drafts, max(0, sequence.max_len - sequence.planned_len - 1))
+    drafts = sequence.max_len - sequence.reach - 2  # planned_len is reach + 1
+    if drafts > max_num_drafts:
+        drafts = max_num_drafts
+    elif drafts < 0:
+        drafts = 0
     sequence.drafts = drafts
     return drafts

@@ -1,0 +1,147 @@
+"""What planning and committing a step costs the core, with a runner that costs nothing.
+
+    python packages/engine/bench/scheduler_overhead.py [--json FILE]
+
+64 running sequences, blocks of 16 tokens, prefix caching on: each step 4 of them fill a block (a key is computed, a new
+block is taken). The runner gives every row the same id, or accepts some of its drafts. Times are per step and cover
+plan, commit, the deltas and the gauges sent with them; the median is over rounds of 50 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from typing import Any
+
+from lamella.engine.core import kv_tokens, tier_layout
+from lamella.engine.request import Request, SamplingParams
+from lamella.engine.scheduler.config import SchedulerConfig
+from lamella.engine.scheduler.scheduler import Scheduler
+from lamella.kvtier import TierManager
+from lamella.runner_v2.step import KvGroup, KvLayout, RankReport, Step, StepOutput, Work
+
+TARGET_MS = 0.5
+TOKEN = 5
+
+
+class ConstantRunner:
+    """Answers each step at once: one id per sampling row, or all drafts but one accepted."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+        self.generations: dict[int, int] = {}
+        self.work = Work((), (), (), ())
+
+    def step(self, step: Step) -> StepOutput:
+        for new in step.added:
+            self.known[new.row] = len(new.token_ids) - new.computed_len
+            self.generations[new.row] = new.generation
+        work = self.work = step.work or self.work
+        counts = []
+        for row, query_len, verify_len in zip(work.rows, work.query_lens, work.verify_lens):
+            left = self.known[row] - query_len
+            self.known[row] = left if left > 0 else 0
+            counts.append(0 if left > 0 else max(1, verify_len))
+        proposes = any(work.propose_lens)
+        return StepOutput(
+            step_id=step.step_id,
+            rows=work.rows,
+            generations=tuple(self.generations[row] for row in work.rows),
+            num_tokens=counts,
+            token_ids=[TOKEN] * sum(counts),
+            num_drafts=list(work.propose_lens) if proposes else None,
+        )
+
+
+def make_scheduler(num_sequences: int, windows: tuple[int | None, ...], max_num_drafts: int) -> Scheduler:
+    groups = tuple(
+        KvGroup(f"g{n}", "full" if w is None else "sliding", 16, 1024, (n,), window=w) for n, w in enumerate(windows)
+    )
+    report = RankReport(0, groups, 0, 0, 1000, "none")
+    layout = KvLayout(tuple(num_sequences * 300 for _ in groups))
+    assert kv_tokens(report, layout) > num_sequences * 2048
+    config = SchedulerConfig(
+        max_model_len=4096,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=8192,
+        max_chunk_len=4096,
+        max_num_drafts=max_num_drafts,
+    )
+    return Scheduler(config, TierManager(tier_layout(report, layout, "")), clock=time.monotonic, draw_seed=lambda: 1)
+
+
+def measure(num_sequences: int, windows: tuple[int | None, ...], max_num_drafts: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds per step of a steady decode."""
+    scheduler = make_scheduler(num_sequences, windows, max_num_drafts)
+    runner = ConstantRunner()
+    for n in range(num_sequences):
+        prompt = [n + 1] * (40 + n % 16)  # so that blocks fill up in different steps
+        params = SamplingParams(max_tokens=3000, temperature=0.0)
+        scheduler.add(Request(f"request-{n}", prompt, params, 3000, [2]))
+    gc.collect()
+    gc.freeze()
+    plans: list[float] = []
+    commits: list[float] = []
+    for n in range(num_steps + 50):
+        t0 = time.perf_counter()
+        step = scheduler.plan()
+        t1 = time.perf_counter()
+        assert step is not None
+        output = runner.step(step)
+        t2 = time.perf_counter()
+        deltas = scheduler.commit(output)
+        scheduler.snapshot()
+        t3 = time.perf_counter()
+        if n >= 50:
+            assert len(deltas) == num_sequences
+            plans.append(t1 - t0)
+            commits.append(t3 - t2)
+    gc.unfreeze()
+
+    def median_ms(times: list[float]) -> float:
+        rounds = [statistics.fmean(times[n : n + 50]) for n in range(0, len(times), 50)]
+        return 1e3 * statistics.median(rounds)
+
+    return {"plan_ms": median_ms(plans), "commit_ms": median_ms(commits)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--steps", type=int, default=500)
+    options = parser.parse_args()
+    cases: list[tuple[str, int, tuple[int | None, ...], int]] = [
+        ("64 sequences", 64, (None,), 0),
+        ("64 sequences, full + sliding", 64, (None, 512), 0),
+        ("64 sequences, 4 drafts each", 64, (None,), 4),
+        ("256 sequences", 256, (None,), 0),
+    ]
+    rows = []
+    for name, num_sequences, windows, drafts in cases:
+        result = measure(num_sequences, windows, drafts, options.steps)
+        total = result["plan_ms"] + result["commit_ms"]
+        target = TARGET_MS if (num_sequences, drafts) == (64, 0) else None
+        rows.append(
+            {
+                "name": f"schedule + commit, {name}",
+                "value": round(total, 4),
+                "unit": "ms/step",
+                "peer": None,
+                "ratio": None,
+                "target": target,
+                "ok": target is None or total <= target,
+            }
+        )
+        print(f"{name:32} plan {result['plan_ms']:.3f} ms   commit {result['commit_ms']:.3f} ms   sum {total:.3f} ms")
+    if options.json:
+        with open(options.json, "w") as file:
+            machine = f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
+            json.dump({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
