@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -46,6 +47,26 @@ def test_a_drained_loop_finishes_what_runs_and_refuses_the_rest() -> None:
     ]
     assert [token_id for d in deltas if d.request_id == "a" for token_id in d.token_ids] == list(b"abc")
     assert deltas[-1].finish_reason == "length"
+
+
+def test_a_drained_loop_lingers_for_its_client() -> None:
+    core, inbox = ScriptedCore(), Inbox()
+    emitted: list[ToClient] = []
+    thread = threading.Thread(target=CoreLoop(core, inbox, emitted.append, linger_s=20.0).run)
+    thread.start()
+    inbox.drain()
+    inbox.put(add("late", 3))
+    inbox.put(Call(1, "ping"))
+    deadline = time.monotonic() + 5
+    while CallResult(1) not in emitted:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert thread.is_alive()
+    inbox.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert isinstance(emitted[1], Batch)
+    assert emitted[1].deltas[0].error_status == 503
 
 
 def test_shutdown_ends_before_the_next_step() -> None:

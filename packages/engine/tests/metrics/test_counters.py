@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from lamella.engine.generation import Generation
@@ -71,6 +74,27 @@ def test_the_line_in_the_log() -> None:
     )
     after.spec_draft_tokens, after.spec_accepted_tokens = 10, 4
     assert throughput_log.line(before, after, 10.0).endswith(", drafts accepted 40.0 %")
+
+
+def test_the_log_is_quiet_while_nothing_runs(caplog: pytest.LogCaptureFixture) -> None:
+    stats = Stats()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(throughput_log.run(lambda: stats, 0.01))
+        await asyncio.sleep(0.05)
+        assert not caplog.records
+        stats.steps, stats.generation_tokens = 5, 7
+        deadline = time.monotonic() + 5
+        while len(caplog.records) < 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        task.cancel()
+
+    with caplog.at_level("INFO", "lamella.stats"):
+        asyncio.run(main())
+    # the interval with the tokens, and the first one after it
+    assert [record.message.split(",")[1] for record in caplog.records][1:] == [" generation 0.0 tokens/s"]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 4096])

@@ -123,6 +123,16 @@ def test_an_idle_server_ends_at_once() -> None:
         assert time.monotonic() - begun_s < 3
 
 
+def test_a_signal_to_both_processes_loses_nothing() -> None:
+    with server_process({"step_s": 0.02}) as server:
+        stream = Stream(server, max_tokens=30)
+        os.kill(server.core_pid, signal.SIGTERM)
+        time.sleep(0.1)
+        server.signal(signal.SIGTERM)
+        assert stream.events()[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.code() == 0
+
+
 def test_the_drain_has_a_time_limit() -> None:
     with server_process({"step_s": 0.02}, drain_timeout_s=0.3) as server:
         stream = Stream(server, max_tokens=500)

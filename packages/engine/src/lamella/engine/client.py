@@ -77,6 +77,8 @@ class EngineClient:
         """max_queued: sequences that may be open beyond those the core runs at once; None: no limit."""
         self.stats = Stats()
         self.dead: str | None = None
+        self.num_lost = 0
+        """Requests that the core's death failed."""
         self.observers: list[Callable[[Batch], None]] = []
         """Called with each batch, after its deltas have been put into their streams."""
         self._link = link
@@ -213,6 +215,7 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = reason
+        self.num_lost = len(self._streams)
         self._died.set()
         assert self._ready is not None
         if not self._ready.done():

@@ -71,11 +71,14 @@ class Inbox:
         self.closed = True
         self._queue.put(None)
 
-    def take(self, *, wait: bool) -> list[ToCore]:
-        """All messages; with `wait`, blocks until something comes."""
+    def take(self, *, wait: bool, timeout_s: float | None = None) -> list[ToCore] | None:
+        """All messages. With `wait`, blocks until something happens; None if that takes longer than timeout_s."""
         messages: list[ToCore] = []
         try:
-            first = self._queue.get(block=wait)
+            first = self._queue.get(wait, timeout_s)
+        except queue.Empty:
+            return None if wait else messages
+        try:
             while True:
                 if first is not None:
                     messages.append(first)
@@ -87,10 +90,12 @@ class Inbox:
 class CoreLoop:
     """Runs a core until its inbox is closed, or is drained and nothing is left to do."""
 
-    def __init__(self, core: Core, inbox: Inbox, emit: Callable[[ToClient], None]) -> None:
+    def __init__(self, core: Core, inbox: Inbox, emit: Callable[[ToClient], None], *, linger_s: float = 0.0) -> None:
+        """linger_s: what a drained loop without work waits for its client to end it, refusing requests meanwhile."""
         self._core = core
         self._inbox = inbox
         self._emit = emit
+        self._linger_s = linger_s
 
     def run(self) -> None:
         """Emit Ready, then work. Closes the core at the end, whatever the end is."""
@@ -98,10 +103,11 @@ class CoreLoop:
         try:
             emit(Ready(core.info))
             while not inbox.closed:
-                work = core.has_work
-                if inbox.draining and not work:
+                timeout_s = self._linger_s if inbox.draining else None
+                messages = inbox.take(wait=not core.has_work, timeout_s=timeout_s)
+                if messages is None:
                     break
-                for message in inbox.take(wait=not work):
+                for message in messages:
                     self._handle(message)
                 if core.has_work and not inbox.closed:
                     batch = core.run_once()

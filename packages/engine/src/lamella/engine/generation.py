@@ -81,12 +81,8 @@ class Generation:
         output, times = self.outputs[delta.index], self.times[delta.index]
         if output.finish_reason is not None:
             return None
-        if delta.cached_len:
-            self.cached_len = max(self.cached_len, delta.cached_len)
-        if delta.queued_s or delta.prefill_s:
-            times.queued_s, times.prefill_s = delta.queued_s, delta.prefill_s
-        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = delta.prompt_logprobs
+        if times.first_s is None:
+            self._first(delta, times)
         if delta.error is not None:
             self.errors.append(delta.error)
         if delta.token_ids:
@@ -98,6 +94,14 @@ class Generation:
             times.finished_s = now_s
             self._num_open -= 1
         return piece
+
+    def _first(self, delta: Delta, times: SequenceTimes) -> None:
+        """What only the first delta of a sequence carries."""
+        self.cached_len = max(self.cached_len, delta.cached_len)
+        if delta.queued_s or delta.prefill_s:
+            times.queued_s, times.prefill_s = delta.queued_s, delta.prefill_s
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = delta.prompt_logprobs
 
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
         """Log-probabilities of the prompt's tokens, the first None; None until they came or if not asked for."""

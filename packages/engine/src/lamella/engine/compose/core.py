@@ -35,6 +35,10 @@ from lamella.engine.wire import Dead, Progress, ToClient, encoder, to_core
 EXIT_GRACE_S = 5.0
 """What the core gets to end by itself once its client is gone."""
 
+LINGER_S = 2.0
+"""What a core that has been drained waits for its client to end it. A signal may go to both, and the client should not
+see its core vanish before it has read its own."""
+
 log = logging.getLogger("lamella.core")
 
 
@@ -84,8 +88,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, terminate)
     threading.excepthook = thread_died
     outbox = Outbox(start.to_client)
-    client_gone = threading.Event()
-    threading.Thread(target=watch_client, args=(inbox, client_gone), name="core-parent", daemon=True).start()
+    running, client_gone = threading.Event(), threading.Event()
+    watch = (inbox, running, client_gone)
+    threading.Thread(target=watch_client, args=watch, name="core-parent", daemon=True).start()
     receive(start.to_core, inbox)
     try:
         core = build(start, outbox.put)
@@ -93,7 +98,8 @@ def main() -> int:
             return 1
         gc.collect()
         gc.freeze()
-        CoreLoop(core, inbox, outbox.put).run()
+        running.set()
+        CoreLoop(core, inbox, outbox.put, linger_s=LINGER_S).run()
     except CoreCrash:
         log.exception("the engine core crashed")
         return 1
@@ -126,10 +132,12 @@ def build(start: CoreStart, emit: Callable[[ToClient], None]) -> Core | None:
         return None
 
 
-def watch_client(inbox: Inbox, client_gone: threading.Event) -> None:
-    """Wait for the end of standard input; then end the loop, and the process if the loop does not end."""
+def watch_client(inbox: Inbox, running: threading.Event, client_gone: threading.Event) -> None:
+    """Wait for the end of standard input; then end the loop, or the process if no loop runs or it does not end."""
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
+    if not running.is_set():
+        os._exit(1)  # nothing but a model that is being loaded is lost
     client_gone.set()
     inbox.close()
     threading.Event().wait(EXIT_GRACE_S)

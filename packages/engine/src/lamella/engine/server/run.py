@@ -164,6 +164,9 @@ class _HttpServer(uvicorn.Server):
     async def _watch_core(self) -> None:
         assert self._state is not None
         reason = await self._state.client.wait_dead()
+        if self._state.draining and not self._state.client.num_lost:
+            self.should_exit = True  # it was told to end as we were
+            return
         log.error("the engine core ended: %s", reason)
         self._code = 1
         await asyncio.sleep(DEAD_GRACE_S)

@@ -77,6 +77,8 @@ class OutputBuilder:
             self._checker = StopChecker(
                 params.stop, include_stop_str=params.include_stop_str_in_output, min_tokens=params.min_tokens
             )
+        self._plain = self._detokenizer is not None and self._checker is None and self.logprobs is None
+        """Text goes out as it comes, so that a delta that ends nothing can take a short way."""
         self._parts: list[str] = []
         self._pushed_len = 0
         self._released_len = 0
@@ -97,6 +99,8 @@ class OutputBuilder:
     def push(self, delta: Delta) -> Piece:
         """Take a delta. After the end nothing more may be pushed."""
         assert self.finish_reason is None
+        if self._plain and delta.finish_reason is None:
+            return self._push_plain(delta.token_ids)
         texts: list[str] = []
         last = len(delta.token_ids) - 1
         hidden = last if delta.finish_reason == "stop" and not self._shows_stop else None
@@ -129,6 +133,19 @@ class OutputBuilder:
             self.stop_reason,
             hit is not None and delta.finish_reason is None,
         )
+
+    def _push_plain(self, token_ids: list[int]) -> Piece:
+        """The same as below, for the usual case."""
+        assert self._detokenizer is not None
+        push = self._detokenizer.push
+        text = push(token_ids[0]) if len(token_ids) == 1 else "".join([push(token_id) for token_id in token_ids])
+        self.num_tokens += len(token_ids)
+        self.token_ids += token_ids
+        if text:
+            self._parts.append(text)
+            self._pushed_len += len(text)
+            self._released_len = self._pushed_len
+        return Piece(self.index, text, token_ids, None, None, None, None, False)
 
     def _take(self, text: str, texts: list[str]) -> str | None:
         """Pass text on as far as it is certain; the stop string if one completed."""
