@@ -291,7 +291,9 @@ def _merges_by_score(pieces: set[str], scores: Mapping[str, float]) -> list[tupl
     order = sorted((piece for piece in scores if piece in pieces), key=scores.__getitem__, reverse=True)
     for piece in order:
         for cut in range(len(piece) - 1, 0, -1):
-            left, right = piece[:cut], piece[cut:]
-            if left in pieces and right in pieces:
-                merges.append((left, right))
+            left = piece[:cut]
+            if left in pieces:  # most are not; so the other side is cut off only then
+                right = piece[cut:]
+                if right in pieces:
+                    merges.append((left, right))
     return merges
