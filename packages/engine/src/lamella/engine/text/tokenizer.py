@@ -87,12 +87,6 @@ class Tokenizer:
         known = [id for id in ids if id < self.vocab_size]
         return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def check_ids(self, token_ids: Iterable[int], param: str) -> None:
-        """Raise RequestError naming the first id that is not in the vocabulary."""
-        for id in token_ids:
-            if not 0 <= id < self.vocab_size:
-                raise RequestError(f"{param} has token id {id}, valid ids are 0 to {self.vocab_size - 1}", param)
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; part of a character is possible. Special tokens give their name."""
         if self.pieces is not None:
