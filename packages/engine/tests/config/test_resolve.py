@@ -118,6 +118,8 @@ def test_speculation_bounds_are_checked() -> None:
     assert resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).runner.max_num_drafts == 3
     with pytest.raises(StartError, match="num_speculative_tokens"):
         resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 0})
+    with pytest.raises(StartError, match="unknown key 'surprise'"):
+        resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "surprise": 1})
 
 
 def test_greedy_generation_config_means_temperature_zero() -> None:

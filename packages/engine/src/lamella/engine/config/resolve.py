@@ -19,6 +19,7 @@ from lamella.engine.errors import StartError
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
+from lamella.specdec import ConfigError, parse_speculative_config
 
 CPU_STEP_TARGET_S = 0.5
 CPU_MIN_TOKENS = 512
@@ -201,10 +202,10 @@ def resolve_token_budget(resolved: Resolved, prefill_tokens_per_s: float | None)
 def _num_drafts(config: Mapping[str, Any] | None) -> int:
     if config is None:
         return 0
-    number = config.get("num_speculative_tokens", 4)
-    if not isinstance(number, int) or not 1 <= number <= 64:
-        raise StartError(f"speculative config: num_speculative_tokens must be 1 to 64, got {number!r}")
-    return number
+    try:
+        return parse_speculative_config(config).num_speculative_tokens
+    except ConfigError as error:
+        raise StartError(str(error)) from None
 
 
 def _sampling_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, Any]:
