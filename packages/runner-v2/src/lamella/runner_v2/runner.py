@@ -32,6 +32,7 @@ from lamella.runner_v2.parallel.collectives import Collectives
 from lamella.runner_v2.parallel.groups import SoloGroup
 from lamella.runner_v2.prompt_scores import PromptScores
 from lamella.runner_v2.protocols import KvMover, Speculator
+from lamella.runner_v2.sampling.host import pick_kernels
 from lamella.runner_v2.sampling.rows import SampleResult
 from lamella.runner_v2.sampling.sampler import Sampler
 from lamella.runner_v2.stack import Hooks
@@ -89,7 +90,13 @@ class ModelRunner:
             config.device,
         )
         self._builder = BatchBuilder(self._state, self._tables, config.max_num_tokens, config.device)
-        self._sampler = Sampler(self.model_config.vocab_size, config.max_num_rows, config.device, config.max_num_drafts)
+        self._sampler = Sampler(
+            self.model_config.vocab_size,
+            config.max_num_rows,
+            config.device,
+            config.max_num_drafts,
+            pick_kernels(config.device, config.providers),
+        )
         self._prompt_scores = PromptScores(self._sampler, self._state)
         self._is_random = np.zeros(config.max_num_rows, dtype=np.bool_)
         self._graphs = GraphCache()

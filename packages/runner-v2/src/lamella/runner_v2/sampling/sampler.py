@@ -25,7 +25,7 @@ from lamella.runner_v2.sampling.logprobs import NONE, token_logprobs
 from lamella.runner_v2.sampling.masks import RowMasks, locate
 from lamella.runner_v2.sampling.params import RowParams
 from lamella.runner_v2.sampling.penalties import Penalties
-from lamella.runner_v2.sampling.rows import NOT_A_NUMBER, LogitsRows, RowTransform, SampleResult
+from lamella.runner_v2.sampling.rows import NOT_A_NUMBER, OK, LogitsRows, RowTransform, SampleResult
 from lamella.runner_v2.step import Mask, TokenLogprobs
 
 
@@ -139,7 +139,7 @@ class Sampler:
             chosen = ids[torch.from_numpy(places.astype(np.int64)).to(ids.device)]
             entries = token_logprobs(self.kernels, source, rows, chosen, asked.num_logprobs[places])
             for place, entry in zip(places.tolist(), entries):
-                if math.isnan(entry.logprobs[0]):
+                if math.isnan(entry.logprobs[0]) and status[place] == OK:
                     status[place] = NOT_A_NUMBER
                 found[place] = entry
         if status.any():

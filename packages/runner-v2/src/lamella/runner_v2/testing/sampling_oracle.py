@@ -1,7 +1,7 @@
 """Sampling written from its definitions, one token at a time, in Python floats: what every kernel is held against.
 
-Nothing here is shared with the sampler. Where rounding may move the border of top-p by a token, `choices` gives every
-id that a correct sampler may return.
+Nothing here is shared with the sampler. Where rounding may move the border of min-p or top-p by a token, `choices`
+gives every id that a correct sampler may return.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def transformed(
 
 
 def kept(x: Sequence[float], params: RowParams, slack: float = 0.0) -> list[int]:
-    """Ids that survive min-p, top-k and top-p, in order; slack stretches p."""
+    """Ids that survive min-p, top-k and top-p, in order; slack stretches the bounds."""
     order = sorted((i for i in range(len(x)) if x[i] > -math.inf), key=lambda i: (-x[i], i))
     top = x[order[0]]
     p = {i: math.exp((x[i] - top) / params.temperature) for i in order}
     if params.min_p > 0:
-        order = [i for i in order if p[i] >= params.min_p * (1.0 - slack)]
+        order = [i for i in order if p[i] >= min(1.0, params.min_p * (1.0 - slack))]
     if params.top_k > 0:
         order = order[: params.top_k]
     if params.top_p < 1.0:
@@ -84,7 +84,7 @@ def kept(x: Sequence[float], params: RowParams, slack: float = 0.0) -> list[int]
 
 
 def choices(x: Sequence[float], params: RowParams, position: int) -> set[int]:
-    """Ids that may be chosen from transformed logits; one, unless rounding can move the border of top-p."""
+    """Ids that may be chosen from transformed logits; one, unless rounding can move a border."""
     if params.temperature < 1e-5:
         return {min(range(len(x)), key=lambda i: (-x[i], i))}
     found = set()
