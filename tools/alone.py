@@ -175,7 +175,8 @@ def make_environment(
 ) -> Path:
     """A new environment with the wheels (the package's own first) and what they and the tests declare. Returns its
     interpreter."""
-    venv.create(folder, with_pip=False, symlinks=True)
+    # with pip, as people have it: `lamella pull` uses it
+    venv.create(folder, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     if fast:
