@@ -72,12 +72,20 @@ inline int64_t attention_scratch(int64_t query_rows, int64_t head_dim) {
   return 2 * kTileKeys * dim + query_rows * (3 * dim + 16 + 4) + 8 * kTileKeys + 64;
 }
 
+inline size_t wide_bytes(const Matrix& matrix) {
+  return static_cast<size_t>(matrix.cols / kGroup) * (matrix.format == Format::q6_k ? 768 : 640);
+}
+
 struct Kernels {
   const char* name;
   int max_block;
 
   // out[panel p of count][row] -> out + row * ld + 16 * p: `count` panels from `first` on times the block's rows
   void (*multiply)(const Matrix& matrix, int64_t first, int64_t count, const Block& block, float* out, int64_t ld);
+  // Quantised panels with a byte for each code and scales as floats, wide_bytes() each, and products with them: the same
+  // bits as multiply(), cheaper from a few blocks of rows on.
+  void (*widen)(const Matrix& matrix, int64_t first, int64_t count, uint8_t* out);
+  void (*multiply_wide)(const Matrix& matrix, const uint8_t* wide, int64_t count, const Block& block, float* out, int64_t ld);
   // n floats, a multiple of 32, into records `stride` bytes apart
   void (*quantise)(const float* x, int64_t n, uint8_t* records, size_t stride);
   void (*attend)(const AttentionTask& task);

@@ -128,20 +128,51 @@ class Inputs {
 constexpr int64_t kTilePanels = 4;
 constexpr int64_t kTileFloats = 16 * kPanelRows * kTilePanels;
 
+// Some panels of a matrix, widened first if there are rows enough to pay for it. One of two buffers of the thread holds
+// the widened ones.
+class ReadyPanels {
+ public:
+  ReadyPanels(const Kernels& kernels, const Matrix& matrix, int64_t first, int64_t count, int64_t rows, int buffer);
+  // As Kernels::multiply.
+  void multiply(const Block& block, float* out, int64_t ld) const {
+    if (wide_ != nullptr)
+      kernels_.multiply_wide(matrix_, wide_, count_, block, out, ld);
+    else
+      kernels_.multiply(matrix_, first_, count_, block, out, ld);
+  }
+  // How many panels of a matrix are best taken at once.
+  static int64_t at_once(const Kernels& kernels, const Matrix& matrix, int64_t rows) {
+    return widens(kernels, matrix, rows) ? 2 : kTilePanels;
+  }
+
+ private:
+  static bool widens(const Kernels& kernels, const Matrix& matrix, int64_t rows) {
+    return !is_dense(matrix.format) && rows >= 2 * kernels.max_block;
+  }
+
+  const Kernels& kernels_;
+  const Matrix& matrix_;
+  int64_t first_;
+  int64_t count_;
+  const uint8_t* wide_ = nullptr;
+};
+
 // Panels [begin, end) of one matrix times all rows, a tile at a time:
 // sink(col, cols, row, rows, tile) where tile[r * kPanelRows * kTilePanels + c] is output col + c of row + r, no bias.
 template <class Sink>
 void multiply_panels(const Kernels& kernels, const Matrix& matrix, int64_t begin, int64_t end, const Inputs& inputs, Sink&& sink) {
   alignas(64) float tile[kTileFloats];
-  for (int64_t panel = begin; panel < end; panel += kTilePanels) {
-    const int64_t panels = end - panel < kTilePanels ? end - panel : kTilePanels;
+  const int64_t step = ReadyPanels::at_once(kernels, matrix, inputs.rows());
+  for (int64_t panel = begin; panel < end; panel += step) {
+    const int64_t panels = end - panel < step ? end - panel : step;
     const int64_t col = panel * kPanelRows;
     const int64_t cols = matrix.rows - col < panels * kPanelRows ? matrix.rows - col : panels * kPanelRows;
+    const ReadyPanels ready(kernels, matrix, panel, panels, inputs.rows(), 0);
     for (int64_t row = 0; row < inputs.rows();) {
       int64_t first;
       int count;
       inputs.block_at(row, first, count);
-      kernels.multiply(matrix, panel, panels, inputs.block(first, count), tile, kPanelRows * kTilePanels);
+      ready.multiply(inputs.block(first, count), tile, kPanelRows * kTilePanels);
       sink(col, cols, first, count, tile);
       row = first + count;
     }

@@ -31,13 +31,15 @@ void gated_units(const Kernels& kernels, Act act, const Matrix& gate, const Matr
     const int64_t col = unit * kGatedUnit, panel = col / kPanelRows;
     const int64_t count = std::min<int64_t>(kGatedUnit / kPanelRows, panels - panel);
     const int64_t cols = std::min(kGatedUnit, gate.rows - col);
+    const ReadyPanels gate_panels(kernels, gate, panel, count, inputs.rows(), 0);
+    const ReadyPanels up_panels(kernels, up, panel, count, inputs.rows(), 1);
     for (int64_t row = 0; row < inputs.rows();) {
       int64_t first;
       int rows;
       inputs.block_at(row, first, rows);
       const Block block = inputs.block(first, rows);
-      kernels.multiply(gate, panel, count, block, gates, tile_ld);
-      kernels.multiply(up, panel, count, block, ups, tile_ld);
+      gate_panels.multiply(block, gates, tile_ld);
+      up_panels.multiply(block, ups, tile_ld);
       add_bias(gate, col, cols, rows, gates);
       add_bias(up, col, cols, rows, ups);
       for (int r = 0; r < rows; ++r) {

@@ -23,37 +23,43 @@ constexpr float kNone = -__builtin_inff();
 // kRows query rows times kVecs vectors of 16 keys.
 template <int kRows, int kVecs>
 void scores(const float* q, int64_t q_stride, const float* keys, int64_t dim, float* out) {
-  Floats total[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVecs; ++v) total[r][v] = splat(0.0f);
-  for (int64_t d = 0; d < dim; ++d, keys += kKeys) {
+  Floats total[kRows * kVecs];
+  LAMELLA_UNROLL
+  for (int i = 0; i < kRows * kVecs; ++i) total[i] = splat(0.0f);
+  for (int64_t d = 0; d < dim; ++d, keys += kKeys, ++q) {
     Floats k[kVecs];
+    LAMELLA_UNROLL
     for (int v = 0; v < kVecs; ++v) k[v] = load(keys + 16 * v);
+    LAMELLA_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const Floats x = splat(q[r * q_stride + d]);
-      for (int v = 0; v < kVecs; ++v) total[r][v] = fma(x, k[v], total[r][v]);
+      const Floats x = splat(q[r * q_stride]);
+      LAMELLA_UNROLL
+      for (int v = 0; v < kVecs; ++v) total[r * kVecs + v] = fma(x, k[v], total[r * kVecs + v]);
     }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVecs; ++v) store(out + r * kKeys + 16 * v, total[r][v]);
+  LAMELLA_UNROLL
+  for (int i = 0; i < kRows * kVecs; ++i) store(out + i / kVecs * kKeys + i % kVecs * 16, total[i]);
 }
 
 // kRows rows of probabilities times kVecs vectors of the values of keys [begin, end).
 template <int kRows, int kVecs>
 void values(const float* p, int begin, int end, const float* v, int64_t v_stride, float* out, int64_t out_stride) {
-  Floats total[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kVecs; ++i) total[r][i] = load(out + r * out_stride + 16 * i);
+  Floats total[kRows * kVecs];
+  LAMELLA_UNROLL
+  for (int i = 0; i < kRows * kVecs; ++i) total[i] = load(out + i / kVecs * out_stride + i % kVecs * 16);
   for (int key = begin; key < end; ++key) {
     Floats x[kVecs];
+    LAMELLA_UNROLL
     for (int i = 0; i < kVecs; ++i) x[i] = load(v + key * v_stride + 16 * i);
+    LAMELLA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = splat(p[r * kKeys + key]);
-      for (int i = 0; i < kVecs; ++i) total[r][i] = fma(weight, x[i], total[r][i]);
+      LAMELLA_UNROLL
+      for (int i = 0; i < kVecs; ++i) total[r * kVecs + i] = fma(weight, x[i], total[r * kVecs + i]);
     }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kVecs; ++i) store(out + r * out_stride + 16 * i, total[r][i]);
+  LAMELLA_UNROLL
+  for (int i = 0; i < kRows * kVecs; ++i) store(out + i / kVecs * out_stride + i % kVecs * 16, total[i]);
 }
 
 template <int kRows>
@@ -72,10 +78,18 @@ void values_rows(int64_t dim, const float* p, int begin, int end, const float* v
     for (; d < dim; d += 16) values<kRows, 1>(p, begin, end, v + d, dim, out + d, dim);
 }
 
-using Scores = void (*)(int, const float*, int64_t, const float*, int64_t, float*);
-using Values = void (*)(int64_t, const float*, int, int, const float*, float*);
-constexpr Scores kScores[6] = {scores_rows<1>, scores_rows<2>, scores_rows<3>, scores_rows<4>, scores_rows<5>, scores_rows<6>};
-constexpr Values kValues[6] = {values_rows<1>, values_rows<2>, values_rows<3>, values_rows<4>, values_rows<5>, values_rows<6>};
+// The instance for `rows` <= kRows rows.
+template <int kRows>
+inline void scores_of(int rows, int vecs, const float* q, int64_t q_stride, const float* keys, int64_t dim, float* out) {
+  if (rows == kRows) return scores_rows<kRows>(vecs, q, q_stride, keys, dim, out);
+  if constexpr (kRows > 1) scores_of<kRows - 1>(rows, vecs, q, q_stride, keys, dim, out);
+}
+
+template <int kRows>
+inline void values_of(int rows, int64_t dim, const float* p, int begin, int end, const float* v, float* out) {
+  if (rows == kRows) return values_rows<kRows>(dim, p, begin, end, v, out);
+  if constexpr (kRows > 1) values_of<kRows - 1>(rows, dim, p, begin, end, v, out);
+}
 
 inline Floats load_element(const uint16_t* p) { return load_half(p); }
 inline Floats load_element(const float* p) { return load(p); }
@@ -212,10 +226,10 @@ inline void run_of_rows(const AttentionTask& task, int64_t first_row, int64_t en
   const int first_vec = begin / 16, vecs = (end + 15) / 16 - first_vec;
   for (int64_t row = first_row; row < end_row; row += kTileRows) {
     const int rows = end_row - row < kTileRows ? static_cast<int>(end_row - row) : kTileRows;
-    kScores[rows - 1](vecs, w.q + row * task.head_dim, task.head_dim, w.keys + 16 * first_vec, task.head_dim,
-                      w.scores + 16 * first_vec);
+    scores_of<kTileRows>(rows, vecs, w.q + row * task.head_dim, task.head_dim, w.keys + 16 * first_vec, task.head_dim,
+                         w.scores + 16 * first_vec);
     soften(task, rows, row, begin, end, dim, w);
-    kValues[rows - 1](dim, w.scores, begin, end, w.values, w.span.out + row * dim);
+    values_of<kTileRows>(rows, dim, w.scores, begin, end, w.values, w.span.out + row * dim);
   }
 }
 

@@ -18,6 +18,14 @@
 #include "host/lanes/simd_avx2.h"
 #else
 #include "host/lanes/simd_plain.h"
+#define LAMELLA_UNROLL
+#endif
+
+// Before a loop of fixed length whose arrays are to live in registers.
+#if !defined(LAMELLA_UNROLL) && defined(__clang__)
+#define LAMELLA_UNROLL _Pragma("unroll")
+#elif !defined(LAMELLA_UNROLL)
+#define LAMELLA_UNROLL _Pragma("GCC unroll 32")
 #endif
 
 namespace lamella::host {

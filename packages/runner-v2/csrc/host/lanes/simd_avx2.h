@@ -8,6 +8,9 @@ namespace {
 
 constexpr const char* kIsaName = "avx2";
 constexpr int kMaxBlock = 4;
+constexpr int kProductRows = 2;
+constexpr int kProductParts = 2;
+constexpr int kDenseRows = 4;
 constexpr int kTileRows = 2;
 constexpr int kTileVecs = 2;
 
@@ -159,6 +162,13 @@ inline void part_store(float* p, PartFloats x) { _mm256_storeu_ps(p, x.v); }
 inline PartFloats mul(PartFloats a, PartFloats b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline PartFloats fma(PartFloats a, PartFloats b, PartFloats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline PartBytes load_bytes(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+// the same four bytes for every row
+inline PartBytes splat_bytes(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return {_mm256_set1_epi32(word)};
+}
+inline void store_bytes(uint8_t* p, PartBytes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v); }
 inline PartBytes bits_and(PartBytes x, int mask) { return {_mm256_and_si256(x.v, _mm256_set1_epi8(static_cast<char>(mask)))}; }
 inline PartBytes bits_or(PartBytes x, PartBytes y) { return {_mm256_or_si256(x.v, y.v)}; }
 // Each byte shifted right (left where negative); bits of neighbours may come in, so mask afterwards.
@@ -169,38 +179,32 @@ inline PartBytes shift(PartBytes x) {
   return x;
 }
 
-// Sum over kCount sets of four inputs of codes * activations, for each row; codes < 2^kBits.
-template <int kBits, int kCount>
-inline PartFloats dot(const PartBytes* sets, const uint8_t* activations) {
-  const auto four = [activations](int s) {
-    int32_t word;
-    __builtin_memcpy(&word, activations + 4 * s, 4);
-    return _mm256_set1_epi32(word);
-  };
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (kBits == 8) {
-    // the product sums of whole bytes would not fit 16 bits, those of their nibbles do
-    const __m256i mask = _mm256_set1_epi8(15);
-    __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
-    for (int s = 0; s < kCount; ++s) {
-      const __m256i a = four(s);
-      low = _mm256_add_epi16(low, _mm256_maddubs_epi16(_mm256_and_si256(sets[s].v, mask), a));
-      high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(sets[s].v, 4), mask), a));
+// Running sum of codes * activations over up to eight sets of four inputs, for each row; codes < 2^kBits. Products are
+// summed in 16 bits while they fit; of 8-bit codes the two nibbles are summed apart.
+template <int kBits>
+struct DotSum {
+  static constexpr int kSafe = kBits == 4 || kBits == 8 ? 8 : kBits == 5 ? 4 : 2;
+  __m256i part = _mm256_setzero_si256(), high = _mm256_setzero_si256(), total = _mm256_setzero_si256();
+
+  // set number s of the group
+  void add(int s, PartBytes codes, PartBytes activations) {
+    const __m256i a = activations.v;
+    if constexpr (kBits == 8) {
+      const __m256i mask = _mm256_set1_epi8(15);
+      part = _mm256_add_epi16(part, _mm256_maddubs_epi16(_mm256_and_si256(codes.v, mask), a));
+      high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes.v, 4), mask), a));
+    } else {
+      const __m256i product = _mm256_maddubs_epi16(codes.v, a);
+      part = s % kSafe == 0 ? product : _mm256_add_epi16(part, product);
+      if (s % kSafe == kSafe - 1) total = _mm256_add_epi32(total, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
     }
-    return {_mm256_cvtepi32_ps(
-        _mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, _mm256_set1_epi16(16))))};
-  } else {
-    constexpr int kSafe = kBits == 4 ? 8 : kBits == 5 ? 4 : 2;  // sets whose sums fit 16 bits
-    __m256i total = _mm256_setzero_si256();
-    for (int first = 0; first < kCount; first += kSafe) {
-      __m256i part = _mm256_maddubs_epi16(sets[first].v, four(first));
-      for (int s = first + 1; s < first + kSafe && s < kCount; ++s)
-        part = _mm256_add_epi16(part, _mm256_maddubs_epi16(sets[s].v, four(s)));
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(part, ones));
-    }
+  }
+  PartFloats value() {
+    if constexpr (kBits == 8)
+      total = _mm256_add_epi32(_mm256_madd_epi16(part, _mm256_set1_epi16(1)), _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
     return {_mm256_cvtepi32_ps(total)};
   }
-}
+};
 
 }  // namespace
 }  // namespace lamella::host

@@ -8,11 +8,15 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 constexpr const char* kIsaName = "avx512vnni";
-constexpr int kMaxBlock = 16;
+constexpr int kMaxBlock = 12;
+constexpr int kProductRows = 6;
 #else
 constexpr const char* kIsaName = "avx512";
 constexpr int kMaxBlock = 8;
+constexpr int kProductRows = 4;
 #endif
+constexpr int kProductParts = 2;
+constexpr int kDenseRows = 8;  // times two parts
 constexpr int kTileRows = 6;  // query rows and vectors of an attention tile
 constexpr int kTileVecs = 4;
 
@@ -119,6 +123,13 @@ inline PartFloats part_load_signed(const int8_t* p) {
 }
 inline void part_store(float* p, PartFloats x) { store(p, x); }
 inline PartBytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// the same four bytes for every row
+inline PartBytes splat_bytes(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return {_mm512_set1_epi32(word)};
+}
+inline void store_bytes(uint8_t* p, PartBytes x) { _mm512_storeu_si512(p, x.v); }
 inline PartBytes bits_and(PartBytes x, int mask) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(static_cast<char>(mask)))}; }
 inline PartBytes bits_or(PartBytes x, PartBytes y) { return {_mm512_or_si512(x.v, y.v)}; }
 // Each byte shifted right (left where negative); bits of neighbours may come in, so mask afterwards.
@@ -129,43 +140,42 @@ inline PartBytes shift(PartBytes x) {
   return x;
 }
 
-// Sum over kCount sets of four inputs of codes * activations, for each row; codes < 2^kBits.
-template <int kBits, int kCount>
-inline PartFloats dot(const PartBytes* sets, const uint8_t* activations) {
-  const auto four = [activations](int s) {
-    int32_t word;
-    __builtin_memcpy(&word, activations + 4 * s, 4);
-    return _mm512_set1_epi32(word);
-  };
+// Running sum of codes * activations over up to eight sets of four inputs, for each row; codes < 2^kBits.
+template <int kBits>
+struct DotSum {
 #if defined(__AVX512VNNI__)
   __m512i total = _mm512_setzero_si512();
-  for (int s = 0; s < kCount; ++s) total = _mm512_dpbusd_epi32(total, sets[s].v, four(s));
-  return {_mm512_cvtepi32_ps(total)};
+
+  // set number s of the group
+  void add(int, PartBytes codes, PartBytes activations) { total = _mm512_dpbusd_epi32(total, codes.v, activations.v); }
+  PartFloats value() const { return {_mm512_cvtepi32_ps(total)}; }
 #else
-  const __m512i ones = _mm512_set1_epi16(1);
-  if constexpr (kBits == 8) {
-    const __m512i mask = _mm512_set1_epi8(15);
-    __m512i low = _mm512_setzero_si512(), high = _mm512_setzero_si512();
-    for (int s = 0; s < kCount; ++s) {
-      const __m512i a = four(s);
-      low = _mm512_add_epi16(low, _mm512_maddubs_epi16(_mm512_and_si512(sets[s].v, mask), a));
-      high = _mm512_add_epi16(high, _mm512_maddubs_epi16(_mm512_and_si512(_mm512_srli_epi16(sets[s].v, 4), mask), a));
+  // products are summed in 16 bits while they fit; of 8-bit codes the two nibbles are summed apart
+  static constexpr int kSafe = kBits == 4 || kBits == 8 ? 8 : kBits == 5 ? 4 : 2;
+  __m512i part = _mm512_setzero_si512(), high = _mm512_setzero_si512(), total = _mm512_setzero_si512();
+
+  void add(int s, PartBytes codes, PartBytes activations) {
+    const __m512i a = activations.v;
+    if constexpr (kBits == 8) {
+      const __m512i mask = _mm512_set1_epi8(15);
+      part = _mm512_add_epi16(part, _mm512_maddubs_epi16(_mm512_and_si512(codes.v, mask), a));
+      high = _mm512_add_epi16(high, _mm512_maddubs_epi16(_mm512_and_si512(_mm512_srli_epi16(codes.v, 4), mask), a));
+    } else {
+      const __m512i product = _mm512_maddubs_epi16(codes.v, a);
+      part = s % kSafe == 0 ? product : _mm512_add_epi16(part, product);
+      if (s % kSafe == kSafe - 1) flush();
     }
-    return {_mm512_cvtepi32_ps(
-        _mm512_add_epi32(_mm512_madd_epi16(low, ones), _mm512_madd_epi16(high, _mm512_set1_epi16(16))))};
-  } else {
-    constexpr int kSafe = kBits == 4 ? 8 : kBits == 5 ? 4 : 2;  // sets whose sums fit 16 bits
-    __m512i total = _mm512_setzero_si512();
-    for (int first = 0; first < kCount; first += kSafe) {
-      __m512i part = _mm512_maddubs_epi16(sets[first].v, four(first));
-      for (int s = first + 1; s < first + kSafe && s < kCount; ++s)
-        part = _mm512_add_epi16(part, _mm512_maddubs_epi16(sets[s].v, four(s)));
-      total = _mm512_add_epi32(total, _mm512_madd_epi16(part, ones));
-    }
+  }
+  PartFloats value() {
+    if constexpr (kBits == 8)
+      total = _mm512_add_epi32(_mm512_madd_epi16(part, _mm512_set1_epi16(1)), _mm512_madd_epi16(high, _mm512_set1_epi16(16)));
     return {_mm512_cvtepi32_ps(total)};
   }
+
+ private:
+  void flush() { total = _mm512_add_epi32(total, _mm512_madd_epi16(part, _mm512_set1_epi16(1))); }
 #endif
-}
+};
 
 }  // namespace
 }  // namespace lamella::host

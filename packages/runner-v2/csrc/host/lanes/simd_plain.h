@@ -5,8 +5,11 @@ namespace lamella::host {
 namespace {
 
 constexpr const char* kIsaName = "generic";
-constexpr int kMaxBlock = 4;
-constexpr int kTileRows = 2;
+constexpr int kMaxBlock = 2;
+constexpr int kProductRows = 2;
+constexpr int kProductParts = 1;
+constexpr int kDenseRows = 2;
+constexpr int kTileRows = 1;
 constexpr int kTileVecs = 1;
 
 struct Floats {
@@ -140,6 +143,13 @@ inline PartBytes load_bytes(const uint8_t* p) {
   __builtin_memcpy(out.v, p, 64);
   return out;
 }
+// the same four bytes for every row; only the first row's are read
+inline PartBytes splat_bytes(const uint8_t* p) {
+  PartBytes out = {};
+  __builtin_memcpy(out.v, p, 4);
+  return out;
+}
+inline void store_bytes(uint8_t* p, const PartBytes& x) { __builtin_memcpy(p, x.v, 64); }
 inline PartBytes bits_and(PartBytes x, int mask) {
   for (int i = 0; i < 64; ++i) x.v[i] &= static_cast<uint8_t>(mask);
   return x;
@@ -158,18 +168,21 @@ inline PartBytes shift(PartBytes x) {
   return x;
 }
 
-// Sum over kCount sets of four inputs of codes * activations, for each row; codes < 2^kBits.
-template <int kBits, int kCount>
-inline PartFloats dot(const PartBytes* sets, const uint8_t* activations) {
-  const int8_t* a = reinterpret_cast<const int8_t*>(activations);
+// Running sum of codes * activations over up to eight sets of four inputs, for each row; codes < 2^kBits.
+template <int kBits>
+struct DotSum {
   int32_t total[16] = {};
-  for (int s = 0; s < kCount; ++s)
+
+  // set number s of the group
+  void add(int, const PartBytes& codes, const PartBytes& activations) {
+    const int8_t* a = reinterpret_cast<const int8_t*>(activations.v);
     for (int r = 0; r < 16; ++r) {
-      const uint8_t* u = sets[s].v + 4 * r;
-      total[r] += u[0] * a[4 * s] + u[1] * a[4 * s + 1] + u[2] * a[4 * s + 2] + u[3] * a[4 * s + 3];
+      const uint8_t* u = codes.v + 4 * r;
+      total[r] += u[0] * a[0] + u[1] * a[1] + u[2] * a[2] + u[3] * a[3];
     }
-  LAMELLA_EACH(static_cast<float>(total[i]));
-}
+  }
+  PartFloats value() const { LAMELLA_EACH(static_cast<float>(total[i])); }
+};
 
 #undef LAMELLA_EACH
 
