@@ -81,7 +81,7 @@ class World:
             lookahead=lookahead,
             policy=rng.choice(("fcfs", "priority")),
             prefix_caching=rng.random() < 0.85,
-            num_requests=rng.randrange(1, 1 + 5 * scale),
+            num_requests=rng.randrange(1, 1 + 4 * scale),
             arrival_rate=rng.choice((0.2, 0.7, 1.0)),
             abort_rate=rng.choice((0.0, 0.0, 0.05, 0.2)),
             reset_rate=rng.choice((0.0, 0.0, 0.05)),
@@ -335,10 +335,9 @@ def test_a_slice_of_larger_worlds(seed: int) -> None:
 
 
 @pytest.mark.simulation
-def test_many_worlds(request: pytest.FixtureRequest) -> None:
-    seed = request.config.getoption("--seed")
-    for n in range(20_000) if seed is None else [seed]:
+def test_many_worlds(first_seed: int, num_seeds: int) -> None:
+    for seed in range(first_seed, first_seed + num_seeds):
         try:
-            Simulation(n, scale=1 + n % 4).run()
+            Simulation(seed, scale=1 + seed % 4).run()
         except BaseException as error:
-            raise AssertionError(f"seed {n}: {error}") from error
+            raise AssertionError(f"world {seed}: {error}") from error

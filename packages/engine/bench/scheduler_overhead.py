@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import time
 from typing import Any
 
+from lamella.engine.cli.report import Report, Row
 from lamella.engine.core import kv_tokens, tier_layout
 from lamella.engine.request import Request, SamplingParams
 from lamella.engine.scheduler.config import SchedulerConfig
@@ -124,23 +123,19 @@ def main() -> None:
     for name, num_sequences, windows, drafts in cases:
         result = measure(num_sequences, windows, drafts, options.steps)
         total = result["plan_ms"] + result["commit_ms"]
-        target = TARGET_MS if (num_sequences, drafts) == (64, 0) else None
+        bound = (num_sequences, drafts) == (64, 0)
         rows.append(
-            {
-                "name": f"schedule + commit, {name}",
-                "value": round(total, 4),
-                "unit": "ms/step",
-                "peer": None,
-                "ratio": None,
-                "target": target,
-                "ok": target is None or total <= target,
-            }
+            Row(
+                name=f"schedule + commit, {name}",
+                value=round(total, 4),
+                unit="ms/step",
+                target=f"<= {TARGET_MS} ms" if bound else None,
+                ok=total <= TARGET_MS if bound else None,
+            )
         )
         print(f"{name:32} plan {result['plan_ms']:.3f} ms   commit {result['commit_ms']:.3f} ms   sum {total:.3f} ms")
     if options.json:
-        with open(options.json, "w") as file:
-            machine = f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
-            json.dump({"machine": machine, "date": time.strftime("%Y-%m-%d"), "rows": rows}, file, indent=1)
+        Report.of(rows).write(options.json)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,23 @@ def test_stop_rules(
     assert all(delta.finish_reason is None for delta in told[:-1])
 
 
+@pytest.mark.parametrize("stop_idx", range(7))
+def test_drafts_behind_a_stop_are_dropped_whole(rig: MakeRig, ids: Ids, stop_idx: int) -> None:
+    """Blocks of one token: whatever was accepted behind the stop would be a block of its own."""
+    dropped = 0
+    for prompt_len in range(1, 8):
+        prompt = PROMPT[:prompt_len]
+        output = FakeModel().generate(prompt, GREEDY, 8)
+        r = rig(block_size=1, max_num_drafts=3)
+        r.add(prompt, max_tokens=20, stop_token_ids=[output[stop_idx]])
+        expected = output[: output.index(output[stop_idx]) + 1]
+        assert ids(r.finish()["r0", 0]) == expected
+        dropped += r.runner.rows[0].computed_len >= prompt_len + len(expected)
+        r.add(prompt + expected + [5], max_tokens=1)
+        assert r.plan().added[0].computed_len in (prompt_len + len(expected), prompt_len + len(expected) - 1)
+    assert dropped or stop_idx == 0
+
+
 def test_a_sequence_ends_where_the_context_ends(rig: MakeRig, ids: Ids) -> None:
     r = rig(max_model_len=12)
     r.add(PROMPT, max_tokens=50)

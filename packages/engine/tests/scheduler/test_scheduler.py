@@ -314,15 +314,26 @@ def test_drafts_never_cost_a_row_its_token(rig: MakeRig) -> None:
         r.commit()
 
 
-def test_under_pressure_blocks_of_rejected_drafts_come_back_first(rig: MakeRig) -> None:
-    r = rig(num_blocks=12, block_size=1, max_num_drafts=3, max_num_seqs=2, max_model_len=11)
-    r.add([1], max_tokens=10)
-    r.add([2], max_tokens=10)
-    told = r.finish()
-    assert {key: sum(len(d.token_ids) for d in deltas) for key, deltas in told.items()} == {
-        ("r0", 0): 10,
-        ("r1", 0): 10,
-    }
+def test_under_pressure_blocks_of_rejected_drafts_come_back_first(rig: MakeRig, ids: Ids) -> None:
+    """Blocks of one token; a row that had room for three drafts and whose next step verifies fewer can give some."""
+    trimmed: list[int] = []
+    for num_blocks in range(12, 24):
+        r = rig(num_blocks=num_blocks, block_size=1, max_num_drafts=3, max_num_seqs=2, max_model_len=11)
+        trim = r.manager.trim
+
+        def count(sequence: int, *lens: int, trim: Any = trim, r: Any = r) -> Any:
+            before = r.manager.num_free(0)
+            covered = trim(sequence, *lens)
+            trimmed.append(r.manager.num_free(0) - before)
+            return covered
+
+        r.manager.trim = count
+        r.add([1], max_tokens=10)
+        r.add([2], max_tokens=10)
+        told = r.finish()
+        for n in (0, 1):
+            assert ids(told[f"r{n}", 0]) == r.runner.model.generate([n + 1], GREEDY, 10)
+    assert sum(trimmed) > 0
 
 
 def test_nothing_to_do_is_no_step(rig: MakeRig) -> None:

@@ -14,7 +14,7 @@ def make(num_blocks: int = 9, size: int = 4, max_events: int = 0) -> TierManager
 
 
 def enter(manager: TierManager, sequence: int, ids: list[int], salt: str | None = None, **more: int) -> Acquired | None:
-    """Acquire, compute and seal the whole of ids."""
+    """Acquire, compute and seal the whole of ids. more: limits of acquire()."""
     chain = KeyChain(manager.block_size, Extras(salt=salt))
     got = manager.acquire(sequence, ids, chain, chunk_len=len(ids), **more)
     if got is not None:
@@ -238,6 +238,19 @@ def test_a_failed_sequence_takes_nothing_from_others() -> None:
     got = enter(manager, 3, list(range(9)))
     assert got is not None
     assert got.cached_len == 8
+
+
+def test_copies_of_a_failed_sequence_take_its_place_in_the_order() -> None:
+    manager = make(20)
+    ids = list(range(8))
+    enter(manager, 1, ids)
+    manager.release(1, 0)
+    enter(manager, 2, ids, max_hit_len=0)
+    enter(manager, 3, ids)  # shares 2's first block, computes the second again
+    assert manager.table(3, 0)[0] == manager.table(2, 0)[0]
+    manager.release(3, 0)  # 1's second block is now as recent as 3's would be, its first one is not
+    manager.release(2, 0, discard=True)
+    manager.check()
 
 
 def test_reset_forgets_content_but_not_blocks_in_use() -> None:

@@ -226,7 +226,7 @@ class Trace:
 
 FAST = settings(deadline=None, derandomize=True, database=None)
 SCRIPTS = st.builds(
-    lambda seed, num_bytes: random.Random(seed).randbytes(num_bytes), st.integers(0, 2**32), st.integers(20, 240)
+    lambda seed, num_bytes: random.Random(seed).randbytes(num_bytes), st.integers(0, 2**32), st.integers(20, 160)
 )
 
 

@@ -105,6 +105,8 @@ class EngineCore:
         self._clock = clock
         self._agree = (rendezvous or Alone()).agree
         self._inbox: list[Request | tuple[str, int | None]] = []
+        self._queued: dict[str, int] = {}
+        """Requests in the inbox, with their numbers of sequences."""
         self._untold: list[Delta] = []
         """For the next batch: refusals, and what steps said that ended before a call."""
         self._num_in_flight = 0
@@ -130,16 +132,15 @@ class EngineCore:
 
         Raises RequestError if it can never be served, OverloadedError if too many wait.
         """
-        queued = [entry for entry in self._inbox if isinstance(entry, Request)]
-        if request.request_id in self._scheduler.books.requests or any(
-            entry.request_id == request.request_id for entry in queued
-        ):
+        if request.request_id in self._queued or request.request_id in self._scheduler.books.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        num_waiting = self._scheduler.books.num_waiting + sum(entry.params.n for entry in queued)
-        if self._max_num_queued is not None and num_waiting > self._max_num_queued:
-            raise OverloadedError(f"{num_waiting} sequences wait, {self._max_num_queued} may")
+        if self._max_num_queued is not None:
+            num_waiting = self._scheduler.books.num_waiting + sum(self._queued.values())
+            if num_waiting > self._max_num_queued:
+                raise OverloadedError(f"{num_waiting} sequences wait, {self._max_num_queued} may")
         check_request(request, self._config, self._manager, self._vocab_size)
         self._inbox.append(request)
+        self._queued[request.request_id] = request.params.n
 
     def add(self, request: Request) -> None:
         """Queue a request for the next round; what is wrong with it comes back as a delta of each of its sequences."""
@@ -167,7 +168,9 @@ class EngineCore:
             self._num_in_flight += 1
             started = self._clock()
         self._schedule_s += self._clock() - started
-        return self._batch(self._take_results())
+        batch = self._batch(self._take_results())
+        assert self.has_work or self._manager.in_use == 0.0, "an idle core holds blocks"
+        return batch
 
     def call(self, method: str, args: Mapping[str, Any]) -> Any:
         """An operation between steps: `stats`, `reset_prefix_cache`, or one of the workers (a list, one entry per
@@ -192,10 +195,8 @@ class EngineCore:
         return stats
 
     def check(self) -> None:
-        """Assert the invariants of the block manager, and that an idle core holds nothing."""
+        """Assert every invariant of the block manager. Walks all blocks: for tests."""
         self._manager.check()
-        if not self.has_work:
-            assert self._manager.in_use == 0.0, "an idle core holds blocks"
 
     def close(self) -> None:
         """Free the devices. Requests that still run are lost."""
@@ -205,6 +206,7 @@ class EngineCore:
 
     def _drain_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
+        self._queued.clear()
         for entry in inbox:
             if isinstance(entry, Request):
                 self._scheduler.add(entry)
