@@ -139,9 +139,9 @@ class LLM:
         assert isinstance(stats, Stats)
         return stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests run."""
-        return bool(self._core.call("reset_prefix_cache", {}))
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run keep their blocks, and leave none in the cache."""
+        self._core.call("reset_prefix_cache", {})
 
     def close(self) -> None:
         """Give the memory back. What still runs is dropped."""
@@ -151,7 +151,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _render(
@@ -171,15 +173,11 @@ class LLM:
         # the template writes the special tokens itself
         return self._tokenizer.encode(text, False)
 
-    def _params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         return seeded(listed_params(params, count, self.sampling_defaults), self._options.seed)
 
     def _ask(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Asked:
-        return ask(
-            self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority
-        )
+        return ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
 
     def _submit_all(
         self,
