@@ -1,6 +1,6 @@
 """Serve a random checkpoint of any family: the HTTP face without a download.
 
-  hatch run serve-tiny --family qwen3 --port 8000
+hatch run serve-tiny --family qwen3 --port 8000
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 import tempfile
 
 from lamella.engine.cli.main import main as lamella
-from lamella.runner_v2.testing.tiny_models import FAMILIES, write_tiny_model
+from lamella.runner_v2.testing.tiny_models import TINY_CONFIGS, write_folder
 
 
 def main() -> int:
     """Write the checkpoint into a temporary folder and serve it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=sorted(FAMILIES), default="llama")
+    parser.add_argument("--family", choices=sorted(TINY_CONFIGS), default="llama")
     args, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(folder, args.family)
+        write_folder(folder, args.family)
         return lamella(["serve", folder, "--served-model-name", f"tiny-{args.family}", *rest])
 
 

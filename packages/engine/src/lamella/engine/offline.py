@@ -50,6 +50,7 @@ class LLM:
     def _start(self, options: EngineOptions, *, progress: bool) -> None:
         self._options = options
         self._open: dict[str, _Running] = {}
+        self._closed = False
         front = load_front(options, progress=progress)
         self._tokenizer = front.tokenizer
         self._template = front.template
@@ -145,6 +146,9 @@ class LLM:
 
     def close(self) -> None:
         """Give the memory back. What still runs is dropped."""
+        if self._closed:
+            return
+        self._closed = True
         self._open.clear()
         self._core.close()
 
@@ -194,6 +198,8 @@ class LLM:
         return self._submit(asked)
 
     def _submit(self, asked: Sequence[Asked]) -> list[_Running]:
+        if self._closed:
+            raise EngineError("the engine was closed")
         running = []
         for request, text in asked:
             entry = _Running(Generation(request, self._tokenizer, request.arrival_s), text)
