@@ -24,7 +24,8 @@ void require(bool holds, const char* what) {
 }
 
 sampling::Logits logits_of(const TensorView& view) {
-  require(view.device_type == 1 && view.dtype == DType::f32 && view.num_dims == 2, "logits must be float32 [L, V] on the CPU");
+  require(view.device_type == 1 && view.dtype == DType::f32 && view.num_dims == 2,
+          "logits must be float32 [L, V] on the CPU");
   require(view.shape[1] > 0 && view.shape[1] < (int64_t{1} << 31) - 64, "logits must have a vocabulary");
   require(view.strides[1] == 1 || view.shape[1] == 1, "rows of logits must be contiguous");
   return {view.as<float>(), view.strides[0], view.shape[0], static_cast<int32_t>(view.shape[1])};

@@ -64,7 +64,7 @@ Status status_of(bool nan, float top) {
   return top == -kInfinity ? kNoneAllowed : kOk;
 }
 
-int32_t argmax(const float* x, int32_t vocab_size, const float* chunk_tops, float top) {
+int32_t argmax(const float* x, const float* chunk_tops, float top) {
   int32_t c = 0;
   while (chunk_tops[c] != top) ++c;
   int32_t i = c * kChunk;
@@ -251,7 +251,8 @@ Cut narrow(const float* x, int32_t vocab_size, float top, const Choice& choice, 
   int32_t* ids = scratch.ids.data();
   int32_t n = inner().collect(x, vocab_size, tops, from, kInfinity, values, ids);
   if (limits) {
-    cut = n > k ? cut_to_mass({values, ids, nullptr, n}, k, inner().lowest(values, n), top, scratch) : Cut{from, kAnyTie};
+    cut = {from, kAnyTie};
+    if (n > k) cut = cut_to_mass({values, ids, nullptr, n}, k, inner().lowest(values, n), top, scratch);
     if (nucleus) n = drop_behind(cut, values, ids, n);
   }
   *collected = n;
@@ -276,7 +277,7 @@ void greedy(const Logits& logits, int32_t* ids, uint8_t* status) {
     float top;
     const bool nan = inner().scan(x, logits.vocab_size, tops, &top);
     status[i] = status_of(nan, top);
-    ids[i] = status[i] == kOk ? argmax(x, logits.vocab_size, tops, top) : 0;
+    ids[i] = status[i] == kOk ? argmax(x, tops, top) : 0;
   });
 }
 
@@ -290,7 +291,7 @@ void choose(const Logits& logits, const Choice& choice, int32_t* ids, uint8_t* s
     status[i] = status_of(nan, top);
     ids[i] = 0;
     if (status[i] != kOk) return;
-    const int32_t first = argmax(x, vocab_size, tops, top);
+    const int32_t first = argmax(x, tops, top);
     ids[i] = first;
     if (!(choice.temperature[i] > 0.0f)) return;
     int32_t collected;

@@ -9,8 +9,8 @@
 //   smaller, highest, least       minimum; the largest, the least float of one vector
 //   Sum, add(sum, v), add_where(sum, v, mask), total   exact sums of integral floats in float64
 //   store, compress               vectors to memory; the marked floats and their ids to memory, returns their number
-//   below(noise, first, ids, wanted, limit)   bit mask of those among the wanted tokens whose word is <= limit; ids null:
-//                                 the tokens first, first + 1, ..
+//   below(noise, first, ids, wanted, limit)   bit mask of those among the wanted tokens whose word is <= limit;
+//                                 ids null: the tokens first, first + 1, ..
 //
 // Everything is in an unnamed namespace and nothing of the standard library is used, as simd.h explains.
 #include "host/sampling_lanes.h"
@@ -147,8 +147,8 @@ float lowest(const float* x, int32_t n) {
 }
 
 // A token can win only if its noise is at least g = winner.score - x / T. Noise >= g needs u <= 1 - exp(-exp(-g)) <=
-// exp(-g), so only words up to 2^32 · exp(-g) matter; the next power of two, for the chunk's largest x, bounds them all.
-// So the logarithms are worked out for a handful of tokens, and most chunks of a peaked row not even draw their words.
+// exp(-g), so only words up to 2^32 · exp(-g) matter; the next power of two, for the largest x of a chunk, bounds them
+// all. So the logarithms are worked out for a handful of tokens, and most chunks of a peaked row draw no words.
 void search(const float* x, const int32_t* ids, int32_t n, const float* chunk_tops, const Cut& cut,
                    double temperature, const Noise& noise, Winner& winner) {
   alignas(64) float tail[kChunk];
@@ -157,7 +157,8 @@ void search(const float* x, const int32_t* ids, int32_t n, const float* chunk_to
   const int32_t count = num_chunks(n);
   for (int32_t c = 0; c < count; ++c) {
     if (!(chunk_tops[c] >= cut.value)) continue;
-    const double log2_words = (static_cast<double>(chunk_tops[c]) / temperature - winner.score) * 1.4426950408889634 + 32.0;
+    const double lead = static_cast<double>(chunk_tops[c]) / temperature - winner.score;
+    const double log2_words = lead * 1.4426950408889634 + 32.0;
     if (log2_words < -1.001) continue;  // the smallest u is 2^-33
     const uint32_t limit = log2_words >= 30.999 ? 0xFFFFFFFFu
                            : log2_words <= 0.0 ? 1u

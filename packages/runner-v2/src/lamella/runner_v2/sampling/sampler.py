@@ -73,6 +73,9 @@ class Sampler:
 
         masks: allowed tokens of single rows (device row, draft index), applied before everything else.
         """
+        assert logits.shape == (len(layout.rows), self.vocab_size), f"logits {tuple(logits.shape)}"
+        if len(layout.draft_ids):
+            assert int(layout.draft_idx.max(initial=0)) <= self.max_drafts, f"more than {self.max_drafts} drafts"
         transforms = [t for t in self._transforms if t.num_active and t.touches(layout).any()]
         located = locate(masks, layout, self.vocab_size) if masks else None
         asked = self._asked(logits, layout, transforms, located)
