@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     """Find the script and run it as __main__."""
     words = sys.argv[1:]
-    scripts = {(path.stem,): path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "peers"}
+    scripts: dict[tuple[str, ...], Path] = {
+        (path.stem,): path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "peers"
+    }
     for path in sorted((ROOT / "packages").glob("*/bench/*.py")):
         scripts[(path.parent.parent.name, path.stem)] = path
     for length in (1, 2):
