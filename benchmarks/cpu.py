@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import peers
-from lamella.engine.models import resolve_model
 
 import lamella.engine as lamella
 from lamella.engine.cli.report import Report, Row, merge_rows, plot_bars
+from lamella.engine.models import resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_LEN, NUM_NEW, VOCAB = 512, 32, 49152

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lamella.engine.text.tokenizer import load_tokenizer
-from lamella.runner_v2.runner import ModelRunner
-from lamella.runner_v2.scoring import score
 from transformers import LlamaForCausalLM
 
 from lamella.engine import LLM, SamplingParams
+from lamella.engine.text.tokenizer import load_tokenizer
 from lamella.runner_v2.config import RunnerConfig
+from lamella.runner_v2.runner import ModelRunner
+from lamella.runner_v2.scoring import score
 from lamella.runner_v2.testing.prompts import PROMPTS
 from lamella.runner_v2.testing.reference import load_reference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamella.engine.client import EngineClient
 from lamella.engine.compose.front import CORE_FACTORY, CoreConfig, load_front
@@ -16,7 +16,8 @@ from lamella.engine.links.process import ProcessLink
 from lamella.engine.outputs import RequestOutput, request_output
 from lamella.engine.prompts import Messages, Prompt, ask, listed_params
 from lamella.engine.request import SamplingParams
-from lamella.engine.wire import CoreInfo, Stats, sequence_id
+from lamella.engine.text.output import Piece
+from lamella.engine.wire import CoreInfo, Stats
 
 
 class AsyncLLM:
@@ -75,11 +76,10 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
         """Continue a prompt and return the whole output."""
-        output: RequestOutput | None = None
-        async for output in self.outputs(prompt, sampling_params, priority=priority):
+        running = self._ask(prompt, sampling_params, priority)
+        async for _ in self._pieces(running):
             pass
-        assert output is not None
-        return output
+        return running.output()
 
     async def chat(
         self,
@@ -96,12 +96,9 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[str]:
         """Continue a prompt; the pieces of text as they come. For n = 1."""
-        told = 0
-        async for output in self.outputs(prompt, sampling_params, priority=priority):
-            text = output.outputs[0].text
-            if len(text) > told:
-                yield text[told:]
-                told = len(text)
+        async for piece in self._pieces(self._ask(prompt, sampling_params, priority)):
+            if piece.text:
+                yield piece.text
 
     async def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -114,13 +111,20 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """The output so far each time something was added; the last one is complete."""
+        running = self._ask(prompt, sampling_params, priority)
+        async for _ in self._pieces(running):
+            yield running.output()
+
+    def _ask(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> _Running:
         assert self._intake is not None, "start() has not finished"
-        (params,) = listed_params(sampling_params, 1, self.sampling_defaults)
-        request, text = ask(
-            self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority
-        )
-        generation = Generation(request, self._tokenizer, request.arrival_s)
-        stream = self._client.submit(request)
+        (params,) = listed_params(params, 1, self.sampling_defaults)
+        request, text = ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
+        return _Running(Generation(request, self._tokenizer, request.arrival_s), text)
+
+    async def _pieces(self, running: _Running) -> AsyncIterator[Piece]:
+        """Run a request; what each step adds. Leaving early ends it in the engine."""
+        generation = running.generation
+        stream = self._client.submit(generation.request)
         try:
             while not generation.finished:
                 deltas = await stream.take()
@@ -129,12 +133,24 @@ class AsyncLLM:
                 now = time.monotonic()
                 for delta in deltas:
                     piece = generation.push(delta, now)
-                    if piece is not None and piece.still_runs:
+                    if piece is None:
+                        continue
+                    if piece.still_runs:
                         stream.stop(delta.request_id, delta.index)
-                yield request_output(generation, text)
+                    yield piece
         finally:
             stream.close()
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> list[int]:
         text = self._template.render(list(messages), add_generation_prompt=True, variables=kwargs)
         return self._tokenizer.encode(text, False)
+
+
+class _Running(NamedTuple):
+    """A request with the text it came from."""
+
+    generation: Generation
+    text: str | None
+
+    def output(self) -> RequestOutput:
+        return request_output(self.generation, self.text)

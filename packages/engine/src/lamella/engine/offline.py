@@ -22,7 +22,7 @@ from lamella.engine.errors import EngineError
 from lamella.engine.generation import Generation
 from lamella.engine.intake import Intake
 from lamella.engine.outputs import RequestOutput, request_output
-from lamella.engine.prompts import Asked, Messages, Prompt, ask, listed_params, listed_prompts, seeded
+from lamella.engine.prompts import Asked, Messages, Prompt, ask, listed_params, listed_prompts
 from lamella.engine.request import SamplingParams
 from lamella.engine.text.output import Piece
 from lamella.engine.text.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ class LLM:
         return self._tokenizer.encode(text, False)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        return seeded(listed_params(params, count, self.sampling_defaults), self._options.seed)
+        return listed_params(params, count, self.sampling_defaults)
 
     def _ask(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Asked:
         return ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from lamella.engine.generation import Generation
 from lamella.engine.request import FinishReason
@@ -81,5 +80,3 @@ def _speed(generation: Generation) -> float | None:
         return None
     later = sum(output.num_tokens for output in generation.outputs) - len(firsts)
     return later / (max(lasts) - min(firsts)) if later > 0 else None
-
-

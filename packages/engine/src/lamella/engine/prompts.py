@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from lamella.engine.errors import RequestError
 from lamella.engine.intake import Intake
 from lamella.engine.request import Request, SamplingParams
@@ -74,21 +72,3 @@ def listed_params(
     if len(params) != count:
         raise RequestError(f"{count} prompts but {len(params)} sampling params", "sampling_params")
     return list(params)
-
-
-def seeded(params: Sequence[SamplingParams], seed: int | None) -> list[SamplingParams]:
-    """Give parameters without a seed one that follows from the engine's, so that a run can be repeated."""
-    if seed is None:
-        return list(params)
-    return [
-        p if p.seed is not None or p.temperature < 1e-5 else msgspec.structs.replace(p, seed=_mix(seed, i))
-        for i, p in enumerate(params)
-    ]
-
-
-def _mix(seed: int, index: int) -> int:
-    """A 63-bit seed of its own for each request; splitmix64's finisher spreads neighbours."""
-    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (value ^ (value >> 31)) >> 1

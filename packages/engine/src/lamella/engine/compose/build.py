@@ -5,8 +5,10 @@ options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► 
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lamella.engine.adapters.speculator import DrafterSpeculator, from_config
@@ -70,6 +72,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 model=f"{model.family} {config.model_path} {options.dtype}",
                 report=describe(resolved, model, report, explained, speculator),
             ),
+            draw_seed=_seeds(options.seed),
         )
     except BaseException:
         executor.close()
@@ -81,6 +84,11 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         f"ready in {time.perf_counter() - started:.1f} s"
     )
     return core
+
+
+def _seeds(seed: int | None) -> Callable[[], int] | None:
+    """Where requests without a seed get theirs: one after the other from the engine's own, if it has one."""
+    return None if seed is None else partial(random.Random(seed).getrandbits, 64)
 
 
 def _prefill_speed(executor: InProcess, resolved: Resolved) -> float | None:
@@ -100,14 +108,16 @@ def describe(
     speculator: DrafterSpeculator | None,
 ) -> dict[str, Any]:
     """What `lamella inspect` prints, by section; plain data."""
-    ops = [["op", "provider", "places", "site", "why not others"]]
+    ops: list[list[Any]] = [["op", "provider", "places", "site", "why not others"]]
     for choice in explained["ops"]:
         refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
         ops.append([choice["op"], choice["provider"] or "(smaller ops)", choice["num_sites"], choice["site"], refused])
     attention = explained["attention"]
     refused = "; ".join(f"{name}: {why}" for name, why in attention["refused"].items())
     ops.append(["attention", attention["backend"], model.num_layers, "", refused])
-    groups = [["group", "layers", "window", "block", "bytes per block", "bytes per token", "row format"]]
+    groups: list[list[Any]] = [
+        ["group", "layers", "window", "block", "bytes per block", "bytes per token", "row format"]
+    ]
     for group in report.groups:
         groups.append(
             [
