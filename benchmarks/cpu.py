@@ -138,10 +138,18 @@ def compare(what: str, speeds: dict[str, float], targets: dict[str, float]) -> l
 
 def script_rows(script: Path) -> list[Row]:
     """Rows of another bench, run in a process of its own."""
-    out = subprocess.run(
-        [sys.executable, str(script), "--json", "-"], stdout=subprocess.PIPE, text=True, check=True, timeout=300
-    ).stdout
-    return [Row(**row) for row in json.loads(out)["rows"]]
+    file = out_folder() / f"{script.stem}.json"
+    subprocess.run(
+        [sys.executable, str(script), "--json", str(file)], check=True, stdout=subprocess.DEVNULL, timeout=300
+    )
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]]
+
+
+def out_folder() -> Path:
+    """Where reports of parts lie; ignored by git."""
+    folder = ROOT / "benchmarks" / "out"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def server_rows(path: Path, threads: int) -> list[Row]:
@@ -200,9 +208,7 @@ def run_load(
     command: list[str], port: int, count: int, clients: int, length_in: int, length_out: int, stream: bool, seed: int
 ) -> dict[str, float]:
     """One `lamella bench serve` in a process of its own: name -> value."""
-    out = ROOT / "benchmarks" / "out"
-    out.mkdir(exist_ok=True)
-    file = out / "serve.json"
+    file = out_folder() / "serve.json"
     subprocess.run(
         [*command, "bench", "serve", "--base-url", f"http://127.0.0.1:{port}", "--num-prompts", str(count)]
         + ["--max-concurrency", str(clients), "--input-len", str(length_in), "--output-len", str(length_out)]
