@@ -1,6 +1,6 @@
 """What the n-gram drafter costs: microseconds per new token and per proposal, by context length.
 
-    python packages/specdec/bench/ngram.py [--json FILE]
+    python packages/specdec/bench/ngram.py [--json FILE] [--contexts N ...]
 
 The peer is the same drafter's Python reference, and, for a proposal, a scan over the whole context in native code
 (bytes.rfind), which is what an index saves.
@@ -99,6 +99,7 @@ def measure_scan(num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="N", help="context lengths")
     args = parser.parse_args()
     if native is None:
         raise SystemExit("lamella.specdec was built without its native module: nothing to measure")
@@ -113,7 +114,7 @@ def main() -> None:
             f"{name:42} {value:10.2f} us   {peer} {peer_value:10.2f} us   {ratio:7.1f} x   {'ok' if ok else 'MISSED'}"
         )
 
-    for num_tokens in CONTEXTS:
+    for num_tokens in args.contexts:
         token_us, step_us, propose_us = measure_context("native", num_tokens)
         reference_token_us, reference_step_us, _ = measure_context("reference", num_tokens)
         ok = step_us <= STEP_TARGET_US
