@@ -41,16 +41,31 @@ void scores(const float* q, int64_t q_stride, const float* keys, int64_t dim, fl
   for (int i = 0; i < kRows * kVecs; ++i) store(out + i / kVecs * kKeys + i % kVecs * 16, total[i]);
 }
 
-// kRows rows of probabilities times kVecs vectors of the values of keys [begin, end).
-template <int kRows, int kVecs>
-void values(const float* p, int begin, int end, const float* v, int64_t v_stride, float* out, int64_t out_stride) {
+inline Floats load_element(const uint16_t* p) { return load_half(p); }
+inline Floats load_element(const float* p) { return load(p); }
+
+// Values that were converted into a tile [64][stride], and values where they lie in the cache.
+struct TileValues {
+  const float* data;
+  int64_t stride;
+  Floats at(int key, int64_t d) const { return load(data + key * stride + d); }
+};
+template <class Element>
+struct CachedValues {
+  const Element* const* slots;  // [64]
+  Floats at(int key, int64_t d) const { return load_element(slots[key] + d); }
+};
+
+// kRows rows of probabilities times dimensions d .. d + 16 kVecs - 1 of the values of keys [begin, end).
+template <int kRows, int kVecs, class Source>
+void values(const float* p, int begin, int end, Source source, int64_t d, float* out, int64_t out_stride) {
   Floats total[kRows * kVecs];
   LAMELLA_UNROLL
   for (int i = 0; i < kRows * kVecs; ++i) total[i] = load(out + i / kVecs * out_stride + i % kVecs * 16);
   for (int key = begin; key < end; ++key) {
     Floats x[kVecs];
     LAMELLA_UNROLL
-    for (int i = 0; i < kVecs; ++i) x[i] = load(v + key * v_stride + 16 * i);
+    for (int i = 0; i < kVecs; ++i) x[i] = source.at(key, d + 16 * i);
     LAMELLA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = splat(p[r * kKeys + key]);
@@ -70,12 +85,13 @@ void scores_rows(int vecs, const float* q, int64_t q_stride, const float* keys, 
     for (; vecs > 0; --vecs, keys += 16, out += 16) scores<kRows, 1>(q, q_stride, keys, dim, out);
 }
 
-template <int kRows>
-void values_rows(int64_t dim, const float* p, int begin, int end, const float* v, float* out) {
+template <int kRows, class Source>
+void values_rows(int64_t dim, const float* p, int begin, int end, Source source, float* out) {
   int64_t d = 0;
-  for (; d + 16 * kTileVecs <= dim; d += 16 * kTileVecs) values<kRows, kTileVecs>(p, begin, end, v + d, dim, out + d, dim);
+  for (; d + 16 * kTileVecs <= dim; d += 16 * kTileVecs)
+    values<kRows, kTileVecs>(p, begin, end, source, d, out + d, dim);
   if constexpr (kTileVecs > 1)
-    for (; d < dim; d += 16) values<kRows, 1>(p, begin, end, v + d, dim, out + d, dim);
+    for (; d < dim; d += 16) values<kRows, 1>(p, begin, end, source, d, out + d, dim);
 }
 
 // The instance for `rows` <= kRows rows.
@@ -85,14 +101,11 @@ inline void scores_of(int rows, int vecs, const float* q, int64_t q_stride, cons
   if constexpr (kRows > 1) scores_of<kRows - 1>(rows, vecs, q, q_stride, keys, dim, out);
 }
 
-template <int kRows>
-inline void values_of(int rows, int64_t dim, const float* p, int begin, int end, const float* v, float* out) {
-  if (rows == kRows) return values_rows<kRows>(dim, p, begin, end, v, out);
-  if constexpr (kRows > 1) values_of<kRows - 1>(rows, dim, p, begin, end, v, out);
+template <int kRows, class Source>
+inline void values_of(int rows, int64_t dim, const float* p, int begin, int end, Source source, float* out) {
+  if (rows == kRows) return values_rows<kRows>(dim, p, begin, end, source, out);
+  if constexpr (kRows > 1) values_of<kRows - 1>(rows, dim, p, begin, end, source, out);
 }
-
-inline Floats load_element(const uint16_t* p) { return load_half(p); }
-inline Floats load_element(const float* p) { return load(p); }
 
 template <class Element>
 inline Floats load_elements(const Element* p, int n) {
@@ -109,32 +122,57 @@ inline const Element* slot_of(const PagedHead& head, const AttentionTask& task, 
   return static_cast<const Element*>(head.data) + block * head.block_stride + slot * head.slot_stride;
 }
 
-// Keys of positions [base + begin, base + end) as out[dim][64], transposed by vectors of 16.
+// Where the keys or values of positions [base + begin, base + end) lie; slots[i] belongs to base + i.
 template <class Element>
-void load_keys(const AttentionTask& task, int64_t base, int begin, int end, float* out) {
+inline void find_slots(const PagedHead& head, const AttentionTask& task, int64_t base, int begin, int end,
+                       const Element* slots[kKeys]) {
+  const int block_size = 1 << task.block_shift;
+  for (int key = begin; key < end;) {
+    const Element* slot = slot_of<Element>(head, task, base + key);
+    const int stop = static_cast<int>(((base + key) | (block_size - 1)) + 1 - base);
+    for (; key < stop && key < end; ++key, slot += head.slot_stride) slots[key] = slot;
+  }
+}
+
+// Keys [begin, end) of a tile as out[dim][64], transposed by vectors of 16. Lanes of a vector without a key in range get
+// another one's; their scores are masked.
+// Asks for the lines of the next tile's keys and values meanwhile; null: there is none.
+template <class Element>
+void load_keys(const Element* const slots[kKeys], int begin, int end, int64_t head_dim, float* out,
+               const Element* const next_keys[kKeys], const Element* const next_values[kKeys], int next_end) {
+  constexpr int64_t line = 64 / sizeof(Element);
   for (int first = begin / 16 * 16; first < end; first += 16) {
-    const Element* slots[16];
-    for (int i = 0; i < 16; ++i) {
-      // a lane without a key in range repeats one that has; its scores are masked
-      const int key = first + i < begin ? begin : first + i >= end ? end - 1 : first + i;
-      slots[i] = slot_of<Element>(task.k, task, base + key);
-    }
-    for (int64_t d = 0; d < task.head_dim; d += 16) {
-      const int n = task.head_dim - d < 16 ? static_cast<int>(task.head_dim - d) : 16;
+    for (int key = first; key < first + 16 && key < next_end; ++key)
+      for (int64_t d = 0; d < head_dim; d += line) {
+        prefetch(next_keys[key] + d);
+        prefetch(next_values[key] + d);
+      }
+    const Element* from[16];
+    for (int i = 0; i < 16; ++i) from[i] = slots[first + i < begin ? begin : first + i >= end ? end - 1 : first + i];
+    int64_t d = 0;
+    for (; d + 16 <= head_dim; d += 16) {
       Floats rows[16];
-      for (int i = 0; i < 16; ++i) rows[i] = load_elements(slots[i] + d, n);
+      LAMELLA_UNROLL
+      for (int i = 0; i < 16; ++i) rows[i] = load_element(from[i] + d);
+      transpose(rows);
+      LAMELLA_UNROLL
+      for (int i = 0; i < 16; ++i) store(out + (d + i) * kKeys + first, rows[i]);
+    }
+    if (d < head_dim) {
+      const int n = static_cast<int>(head_dim - d);
+      Floats rows[16];
+      for (int i = 0; i < 16; ++i) rows[i] = load_elements(from[i] + d, n);
       transpose(rows);
       for (int i = 0; i < n; ++i) store(out + (d + i) * kKeys + first, rows[i]);
     }
   }
 }
 
+// Values [begin, end) of a tile as out[64][dim].
 template <class Element>
-void load_values(const AttentionTask& task, int64_t base, int begin, int end, int64_t dim, float* out) {
-  for (int key = begin; key < end; ++key) {
-    const Element* slot = slot_of<Element>(task.v, task, base + key);
-    each_vector(task.head_dim, [&](int64_t d, int n) { store(out + key * dim + d, load_elements(slot + d, n)); });
-  }
+void load_values(const Element* const slots[kKeys], int begin, int end, int64_t head_dim, int64_t dim, float* out) {
+  for (int key = begin; key < end; ++key)
+    each_vector(head_dim, [&](int64_t d, int n) { store(out + key * dim + d, load_elements(slots[key] + d, n)); });
 }
 
 // Running softmax of the query rows: sums stay spread over the lanes until the span ends.
@@ -182,54 +220,72 @@ inline float exp2_of(float x) {
   return lanes[0];
 }
 
-// Scores of `rows` rows in w.scores to probabilities; keys outside [begin, end) of the tile count nothing.
+// Scores of `rows` rows in w.scores to probabilities; keys outside [begin, end) of the tile count nothing. In passes over
+// the rows, whose iterations do not wait for each other.
 inline void soften(const AttentionTask& task, int rows, int64_t first_row, int begin, int end, int64_t dim, Workspace& w) {
+  const int first_vec = begin / 16, end_vec = (end + 15) / 16;
+  const bool partial = begin % 16 != 0 || end % 16 != 0;
+  const auto keep_seen = [begin, end](Floats x, int v, float other) {
+    return keep(x, begin > 16 * v ? begin - 16 * v : 0, end < 16 * v + 16 ? end - 16 * v : 16, other);
+  };
+  if (task.softcap > 0.0f) {
+    const Floats inverse = splat(1.0f / task.softcap), factor = splat(task.softcap * kLog2e);
+    for (int r = 0; r < rows; ++r)
+      for (int v = first_vec; v < end_vec; ++v) {
+        float* s = w.scores + r * kKeys + 16 * v;
+        store(s, mul(tanh(mul(load(s), inverse)), factor));
+      }
+  }
+  float here[kTileRows], shift[kTileRows];
   for (int r = 0; r < rows; ++r) {
-    float* s = w.scores + r * kKeys;
-    const int64_t row = first_row + r;
     Floats most = splat(kNone);
-    for (int v = begin / 16; v < (end + 15) / 16; ++v) {
-      Floats x = load(s + 16 * v);
-      if (task.softcap > 0.0f)
-        x = mul(tanh(mul(x, splat(1.0f / task.softcap))), splat(task.softcap * kLog2e));
-      if (16 * v < begin || 16 * v + 16 > end)
-        x = keep(x, begin > 16 * v ? begin - 16 * v : 0, end < 16 * v + 16 ? end - 16 * v : 16, kNone);
-      store(s + 16 * v, x);
+    for (int v = first_vec; v < end_vec; ++v) {
+      float* s = w.scores + r * kKeys + 16 * v;
+      Floats x = load(s);
+      if (partial) {
+        x = keep_seen(x, v, kNone);
+        store(s, x);
+      }
       most = max(x, most);
     }
-    const float before = w.span.most[row], here = largest(most);
-    const float after = here > before ? here : before;
-    const float shift = after == kNone ? 0.0f : after;
-    Floats sums = load(w.span.sums + 16 * row);
-    if (after != before) {
-      const Floats shrink = exp2(splat(before - shift));
-      sums = mul(sums, shrink);
-      float* out = w.span.out + row * dim;
-      for (int64_t d = 0; d < dim; d += 16) store(out + d, mul(load(out + d), shrink));
-      w.span.most[row] = after;
+    here[r] = largest(most);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = first_row + r;
+    const float before = w.span.most[row], after = here[r] > before ? here[r] : before;
+    shift[r] = after == kNone ? 0.0f : after;
+    if (after == before) continue;
+    const Floats shrink = exp2(splat(before - shift[r]));
+    float *sums = w.span.sums + 16 * row, *out = w.span.out + row * dim;
+    store(sums, mul(load(sums), shrink));
+    for (int64_t d = 0; d < dim; d += 16) store(out + d, mul(load(out + d), shrink));
+    w.span.most[row] = after;
+  }
+  for (int r = 0; r < rows; ++r) {
+    float* sums = w.span.sums + 16 * (first_row + r);
+    Floats total = load(sums);
+    const Floats minus = splat(shift[r]);
+    for (int v = first_vec; v < end_vec; ++v) {
+      float* s = w.scores + r * kKeys + 16 * v;
+      const Floats p = exp2(sub(load(s), minus));  // 0 where masked
+      store(s, p);
+      total = add(total, p);
     }
-    for (int v = begin / 16; v < (end + 15) / 16; ++v) {
-      const Floats x = load(s + 16 * v);
-      Floats p = exp2(sub(x, splat(shift)));
-      if (16 * v < begin || 16 * v + 16 > end)
-        p = keep(p, begin > 16 * v ? begin - 16 * v : 0, end < 16 * v + 16 ? end - 16 * v : 16, 0.0f);
-      store(s + 16 * v, p);
-      sums = add(sums, p);
-    }
-    store(w.span.sums + 16 * row, sums);
+    store(sums, total);
   }
 }
 
 // One run of rows [first_row, end_row) that all see keys [begin, end) of the tile.
+template <class Source>
 inline void run_of_rows(const AttentionTask& task, int64_t first_row, int64_t end_row, int begin, int end, int64_t dim,
-                        Workspace& w) {
+                        Workspace& w, Source source) {
   const int first_vec = begin / 16, vecs = (end + 15) / 16 - first_vec;
   for (int64_t row = first_row; row < end_row; row += kTileRows) {
     const int rows = end_row - row < kTileRows ? static_cast<int>(end_row - row) : kTileRows;
     scores_of<kTileRows>(rows, vecs, w.q + row * task.head_dim, task.head_dim, w.keys + 16 * first_vec, task.head_dim,
                          w.scores + 16 * first_vec);
     soften(task, rows, row, begin, end, dim, w);
-    values_of<kTileRows>(rows, dim, w.scores, begin, end, w.values, w.span.out + row * dim);
+    values_of<kTileRows>(rows, dim, w.scores, begin, end, source, w.span.out + row * dim);
   }
 }
 
@@ -256,14 +312,16 @@ template <class Element>
 void attend_elements(const AttentionTask& task) {
   const int64_t dim = padded_dim(task.head_dim), rows = static_cast<int64_t>(task.tokens) * task.group;
   Workspace w = workspace(task, rows, dim);
-  const float scale = task.softcap > 0.0f ? task.scale : task.scale * kLog2e;
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* q = task.q + row / task.group * task.q_stride + row % task.group * task.head_dim;
-    for (int64_t d = 0; d < task.head_dim; ++d) w.q[row * task.head_dim + d] = q[d] * scale;
-    w.total_most[row] = kNone;
-    w.total_sum[row] = 0.0f;
-    for (int64_t d = 0; d < dim; d += 16) store(w.total_out + row * dim + d, splat(0.0f));
-  }
+  const Floats scale = splat(task.softcap > 0.0f ? task.scale : task.scale * kLog2e);
+  for (int token = 0, row = 0; token < task.tokens; ++token)
+    for (int head = 0; head < task.group; ++head, ++row) {
+      const float* q = task.q + token * task.q_stride + static_cast<int64_t>(head) * task.head_dim;
+      each_vector(task.head_dim, [&](int64_t d, int n) {
+        store_some(w.q + row * static_cast<int64_t>(task.head_dim) + d, mul(load_some(q + d, n), scale), n);
+      });
+    }
+  // few rows read the values where they lie
+  const bool few = rows <= kTileRows && task.head_dim == dim;
   if (task.head_dim != dim)
     for (int64_t i = 0; i < kTileKeys * dim; ++i) w.values[i] = 0.0f;
 
@@ -276,6 +334,16 @@ void attend_elements(const AttentionTask& task) {
     low = low > task.span * kSpanKeys ? low : task.span * kSpanKeys;
     high = high < (task.span + 1) * kSpanKeys ? high : (task.span + 1) * kSpanKeys;
   }
+  const bool one_span = task.partial == nullptr && low / kSpanKeys == (high - 1) / kSpanKeys;
+  if (!one_span)
+    for (int64_t row = 0; row < rows; ++row) {
+      w.total_most[row] = kNone;
+      w.total_sum[row] = 0.0f;
+      for (int64_t d = 0; d < dim; d += 16) store(w.total_out + row * dim + d, splat(0.0f));
+    }
+  const Element* slots[2][2][kKeys];  // this tile's and the next one's keys and values, in turn
+  int turn = 0;
+  bool found = false;
   for (int64_t span = low / kSpanKeys; span * kSpanKeys < high; ++span) {
     for (int64_t row = 0; row < rows; ++row) {
       w.span.most[row] = kNone;
@@ -286,8 +354,20 @@ void attend_elements(const AttentionTask& task) {
       const int from = low > base ? static_cast<int>(low - base < kTileKeys ? low - base : kTileKeys) : 0;
       const int to = high - base < kTileKeys ? static_cast<int>(high - base) : kKeys;
       if (from >= to) continue;
-      load_keys<Element>(task, base, from, to, w.keys);
-      load_values<Element>(task, base, from, to, dim, w.values);
+      const Element** const key_slots = slots[turn][0];
+      const Element** const value_slots = slots[turn][1];
+      if (!found) {
+        find_slots(task.k, task, base, from, to, key_slots);
+        find_slots(task.v, task, base, from, to, value_slots);
+      }
+      turn ^= 1;
+      const int64_t beyond = base + kTileKeys;
+      const int next_end = high - beyond < kTileKeys ? static_cast<int>(high > beyond ? high - beyond : 0) : kKeys;
+      found = next_end > 0;
+      find_slots(task.k, task, beyond, 0, next_end, slots[turn][0]);
+      find_slots(task.v, task, beyond, 0, next_end, slots[turn][1]);
+      load_keys(key_slots, from, to, task.head_dim, w.keys, slots[turn][0], slots[turn][1], next_end);
+      if (!few) load_values(value_slots, from, to, task.head_dim, dim, w.values);
       const auto sees = [&](int token, int& begin, int& end) {
         const int64_t position = task.position + token, first = first_key(position) - base, stop = position + 1 - base;
         begin = first > from ? static_cast<int>(first < to ? first : to) : from;
@@ -302,9 +382,13 @@ void attend_elements(const AttentionTask& task) {
           sees(next, other_begin, other_end);
           if (other_begin != begin || other_end != end) break;
         }
-        if (begin < end)
-          run_of_rows(task, static_cast<int64_t>(token) * task.group, static_cast<int64_t>(next) * task.group, begin, end,
-                      dim, w);
+        const int64_t first_row = static_cast<int64_t>(token) * task.group, end_row = static_cast<int64_t>(next) * task.group;
+        if (begin < end) {
+          if (few)
+            run_of_rows(task, first_row, end_row, begin, end, dim, w, CachedValues<Element>{value_slots});
+          else
+            run_of_rows(task, first_row, end_row, begin, end, dim, w, TileValues{w.values, dim});
+        }
         token = next;
       }
     }
@@ -316,18 +400,21 @@ void attend_elements(const AttentionTask& task) {
         for (int64_t d = 0; d < dim; d += 16) store(partial + d, load(out + d));
         partial[dim] = w.span.most[row];
         partial[dim + 1] = span_sum;
+      } else if (one_span) {
+        w.total_sum[row] = span_sum;  // merging into nothing changes nothing
       } else {
         merge_span(w.span.most[row], span_sum, out, dim, w.total_most[row], w.total_sum[row], w.total_out + row * dim);
       }
     }
   }
   if (task.partial != nullptr) return;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = row / task.group, head = row % task.group;
-    finish_row(w.total_most[row], w.total_sum[row], w.total_out + row * dim, task.head_dim,
-               task.out + token * task.out_stride + head * task.head_dim,
-               task.lse != nullptr ? task.lse + token * task.lse_stride + head : nullptr);
-  }
+  const float* most = one_span ? w.span.most : w.total_most;
+  const float* out = one_span ? w.span.out : w.total_out;
+  for (int token = 0, row = 0; token < task.tokens; ++token)
+    for (int head = 0; head < task.group; ++head, ++row)
+      finish_row(most[row], w.total_sum[row], out + row * dim, task.head_dim,
+                 task.out + token * task.out_stride + static_cast<int64_t>(head) * task.head_dim,
+                 task.lse != nullptr ? task.lse + token * task.lse_stride + head : nullptr);
 }
 
 void attend(const AttentionTask& task) {

@@ -16,8 +16,6 @@ inline float read_float(const uint8_t* p) {
   return x;
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
 // Set s of a group's codes: inputs 4s..4s+3 for the rows of a part, one code a byte.
 template <int kBits>
 inline PartBytes code_set(const uint8_t* group, int s) {

@@ -31,6 +31,8 @@
 namespace lamella::host {
 namespace {
 
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 constexpr float kLog2e = 1.44269504088896341f;
 
 // 2^x to about one unit in the last place; 0 below 2^-127, 2^127 above; NaN stays NaN.
