@@ -48,6 +48,7 @@ def test_merge_keeps_rows_not_measured_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
 def test_plots(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / f"p.{suffix}"
     plot_lines(path, "t", [("a", [1, 2], [3, 4]), ("b", [1, 2], [4, 3])], x_label="x", y_label="y")
     assert path.stat().st_size > 1000
@@ -58,5 +59,6 @@ def test_plots(tmp_path: Path, suffix: str) -> None:
 def test_unwritable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot write"):
         Report.of(ROWS).write(tmp_path / "no" / "r.json")
+    pytest.importorskip("matplotlib")
     with pytest.raises(StartError, match="cannot write the plot"):
         plot_bars(tmp_path / "p.unknown", "t", ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,22 @@ def test_no_network(index: Index, cache: Path) -> None:
     )
     assert "\n" not in message
     assert left_over(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "option"),
+    [("23.2.1", "off"), ("24.0", "off"), ("24.1b1", "raw"), ("26.3", "raw"), (None, "off")],
+)
+def test_older_pips_are_asked_for_what_they_know(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, option: str
+) -> None:
+    def answer(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", answer)
+    assert package._progress_option() == f"--progress-bar={option}"
 
 
 def test_wheel_put_there_by_hand(index: Index, cache: Path) -> None:

