@@ -6,7 +6,7 @@ namespace lamella::host {
 namespace {
 
 // Query rows (tokens times heads of a group) that share the loading of a tile.
-constexpr int kQueryRows = 48;
+constexpr int kQueryRows = 96;
 // Items per lane below which decoding tokens are cut into spans.
 constexpr int kEnoughItems = 4;
 

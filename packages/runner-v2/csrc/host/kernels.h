@@ -96,6 +96,9 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
   void (*add)(float* x, const float* y, int64_t n);                       // x += y
   void (*add_scaled)(float* x, const float* y, float factor, int64_t n);  // x += factor * y
+  // rows x cols of a tile, plus bias if there is one, stored to out or added to what is there
+  void (*put_tile)(const float* tile, int64_t tile_ld, int64_t rows, int64_t cols, const float* bias, bool accumulate,
+                   float* out, int64_t ld);
   void (*activate)(Act kind, const float* gate, const float* up, int64_t n, float* out);
   void (*softcap)(float* x, int64_t n, float cap);
   // the first 2 * half values of a head, in place

@@ -11,7 +11,7 @@
 namespace lamella::host {
 namespace {
 
-constexpr int64_t kChunkTokens = 128;
+constexpr int64_t kChunkTokens = 192;
 constexpr int64_t kExpertTokens = 1024;
 // Up to this many tokens every lane makes its own inputs, which is cheaper than a barrier.
 constexpr int64_t kRedundantTokens = 2;

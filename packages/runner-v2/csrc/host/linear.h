@@ -195,12 +195,6 @@ void multiply_share(const Kernels& kernels, const Linear& linear, Span share, co
   }
 }
 
-inline void add_bias(const Matrix& matrix, int64_t col, int64_t cols, int rows, float* tile) {
-  if (matrix.bias == nullptr) return;
-  for (int r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; ++c) tile[r * kPanelRows * kTilePanels + c] += matrix.bias[col + c];
-}
-
 // A lane's share of linear(inputs) into out[rows][ld], the parts side by side; added to what is there if `accumulate`.
 void multiply_into(const Kernels& kernels, Lane& lane, const Linear& linear, const Inputs& inputs, float* out, int64_t ld,
                    bool accumulate);

@@ -40,8 +40,9 @@ void gated_units(const Kernels& kernels, Act act, const Matrix& gate, const Matr
       const Block block = inputs.block(first, rows);
       gate_panels.multiply(block, gates, tile_ld);
       up_panels.multiply(block, ups, tile_ld);
-      add_bias(gate, col, cols, rows, gates);
-      add_bias(up, col, cols, rows, ups);
+      for (const auto& [matrix, tile] : {std::pair{&gate, gates}, std::pair{&up, ups}})
+        if (matrix->bias != nullptr)
+          for (int r = 0; r < rows; ++r) kernels.add(tile + r * tile_ld, matrix->bias + col, cols);
       for (int r = 0; r < rows; ++r) {
         kernels.activate(act, gates + r * tile_ld, ups + r * tile_ld, cols, gates + r * tile_ld);
         inner.put(kernels, first + r, col, cols, gates + r * tile_ld);

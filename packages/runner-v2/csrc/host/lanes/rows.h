@@ -54,6 +54,17 @@ void add_scaled(float* x, const float* y, float factor, int64_t n) {
   });
 }
 
+void put_tile(const float* tile, int64_t tile_ld, int64_t rows, int64_t cols, const float* bias, bool accumulate, float* out,
+              int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r, tile += tile_ld, out += ld)
+    each_vector(cols, [&](int64_t c, int n) {
+      Floats x = load_some(tile + c, n);
+      if (bias != nullptr) x = add(x, load_some(bias + c, n));
+      if (accumulate) x = add(load_some(out + c, n), x);
+      store_some(out + c, x, n);
+    });
+}
+
 template <Act kKind>
 inline Floats activated(Floats x) {
   if constexpr (kKind == Act::silu) return mul(x, sigmoid(x));
@@ -141,7 +152,8 @@ void quantise(const float* x, int64_t n, uint8_t* records, size_t stride) {
     const Floats high = min(splat(127.0f), max(splat(-127.0f), round_even(mul(b, splat(inverse)))));
     store_bytes(reinterpret_cast<int8_t*>(records + 16), low);
     store_bytes(reinterpret_cast<int8_t*>(records + 32), high);
-    const float low_sum = sum(low), high_sum = sum(high);
+    const float low_sum = static_cast<float>(sum_bytes(reinterpret_cast<const int8_t*>(records + 16)));
+    const float high_sum = static_cast<float>(sum_bytes(reinterpret_cast<const int8_t*>(records + 32)));
     const float head[4] = {scale, scale * (low_sum + high_sum), scale * low_sum, scale * high_sum};
     __builtin_memcpy(records, head, sizeof head);
   }

@@ -104,6 +104,12 @@ inline void store_half(uint16_t* p, Floats x) {
 inline void store_bytes(int8_t* p, Floats x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(to_bits(x.v[i] + 12582912.0f) - 0x4B400000u);
 }
+// of 16 bytes
+inline int sum_bytes(const int8_t* p) {
+  int total = 0;
+  for (int i = 0; i < 16; ++i) total += p[i];
+  return total;
+}
 inline float sum(Floats x) {
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) x.v[i] += x.v[i + half];
