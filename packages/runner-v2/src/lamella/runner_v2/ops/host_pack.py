@@ -60,7 +60,7 @@ def native_part(packed: Packed, prefix: str = "") -> NativePart:
 
 def native_parts(packed: Packed, prefix: str = "") -> list[NativePart]:
     """All matrices under "{prefix}0.", "{prefix}1.", ...; none is an empty list."""
-    parts = []
+    parts: list[NativePart] = []
     while f"{prefix}{len(parts)}.meta" in packed:
         parts.append(native_part(packed, f"{prefix}{len(parts)}."))
     return parts

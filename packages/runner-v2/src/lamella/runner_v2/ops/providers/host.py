@@ -96,9 +96,7 @@ class HostProvider:
     def _add_rms_norm(self, site: Site) -> Picked:
         eps, plus_one = site.params["eps"], site.params["plus_one"]
 
-        def run(
-            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             _C.add_rms_norm(x, residual, weight + 1.0 if plus_one else weight, eps)
             return x, residual
 
