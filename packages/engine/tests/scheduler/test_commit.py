@@ -32,6 +32,8 @@ def test_the_outputs_of_these_tests_do_not_repeat() -> None:
         ({"stop_token_ids": [OUTPUT[7]]}, 8, "stop", OUTPUT[7]),
         ({"max_tokens": 1}, 1, "length", None),
         ({"max_tokens": 1, "eos_ids": [OUTPUT[0]]}, 1, "stop", None),
+        ({"max_tokens": 6, "eos_ids": [OUTPUT[3]], "ignore_eos": True}, 6, "length", None),
+        ({"eos_ids": [OUTPUT[3]], "stop_token_ids": [OUTPUT[4]], "ignore_eos": True}, 5, "stop", OUTPUT[4]),
     ],
 )
 @pytest.mark.parametrize("max_num_drafts", [0, 3])

@@ -126,7 +126,7 @@ class Sequence:
         self.prompt_len = len(request.prompt_ids)
         self.max_len = min(self.prompt_len + request.max_tokens, max_model_len)
         """Ids at which it ends; the prompt's own length where only the prompt is scored."""
-        self.eos_ids = frozenset(request.eos_ids)
+        self.eos_ids = frozenset(end_ids(request))
         self.stops = self.eos_ids.union(request.params.stop_token_ids)
         self.num_logprobs = request.params.logprobs
         self.chain: KeyChain | None = None
@@ -196,6 +196,11 @@ def make_chain(request: Request, block_size: int) -> KeyChain:
     return KeyChain(block_size, Extras(adapter=request.adapter, salt=request.cache_salt))
 
 
+def end_ids(request: Request) -> list[int]:
+    """The model's end-of-sequence ids, as far as the request lets them end it."""
+    return [] if request.params.ignore_eos else request.eos_ids
+
+
 def row_params(request: Request, index: int, seed: int) -> RowParams:
     """What the runner needs of a request to sample its index-th sequence. seed: drawn by the caller, for requests that
     gave none."""
@@ -214,7 +219,7 @@ def row_params(request: Request, index: int, seed: int) -> RowParams:
         bad_words=tuple(tuple(ids) for ids in request.bad_words_ids),
         allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
         min_tokens=params.min_tokens,
-        stop_ids=tuple(dict.fromkeys([*request.eos_ids, *params.stop_token_ids])),
+        stop_ids=tuple(dict.fromkeys([*end_ids(request), *params.stop_token_ids])),
         seed=seed % (1 << 64),
         num_logprobs=params.logprobs,
         num_prompt_logprobs=params.prompt_logprobs,
