@@ -23,7 +23,11 @@ GROUP_TITLES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one clear line, and which knows options that no longer exist."""
+    """argparse whose mistakes are one clear line, which takes no abbreviations, and which knows options that no longer
+    exist."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, **keywords)
 
     def error(self, message: str) -> NoReturn:
         raise StartError(f"{message}\n  see: {self.prog} --help")
