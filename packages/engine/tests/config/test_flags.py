@@ -88,7 +88,7 @@ def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--max-num-seqs", "x"], "max-num-seqs"),
         (["--max-num-seqs", "0"], "at least 1"),
-        (["--max-num-seq", "3", "--bogus"], "bogus"),
+        (["--max-num-seq", "3", "--bogus"], "did you mean .--max-num-seqs."),
         (["--kv-cache-memory", "3 parsecs"], "not a size"),
         (["--dtype", "int3"], "int3"),
         (["--speculative-config", "[1]"], "not a JSON object"),
