@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lamella.runner_v2.errors import CapacityError
-from lamella.runner_v2.memory import Arena
+from lamella.runner_v2.memory import Arena, allocating
 
 
 def test_tensors_are_aligned_apart_and_counted() -> None:
@@ -65,3 +65,12 @@ def test_tensors_outlive_the_arena() -> None:
 def test_device_without_chunks() -> None:
     tensor = Arena("weights", "meta").empty((4, 4), torch.float32)
     assert tensor.device.type == "meta"
+
+
+def test_memory_that_torch_does_not_get_is_told_with_its_size() -> None:
+    with pytest.raises(CapacityError, match=r"loading x: out of memory, 4194304\.0 GiB"), allocating("loading x"):
+        torch.empty(2**52, dtype=torch.uint8)
+    with pytest.raises(CapacityError, match="loading x: out of memory"), allocating("loading x"):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="something else"), allocating("loading x"):
+        raise RuntimeError("something else")

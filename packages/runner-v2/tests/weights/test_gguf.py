@@ -254,6 +254,21 @@ def test_garbage_in_the_header_is_an_error_or_harmless(tmp_path: Path) -> None:
             check(checkpoint, list(parts_of(checkpoint.config).values()))
 
 
+def test_a_start_without_a_version_is_a_truncation(tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(CheckpointError, match=r"cut\.gguf: truncated GGUF file: it has 5 bytes"):
+        GgufFile(tmp_path / "cut.gguf")
+
+
+def test_strings_of_other_encodings_are_read(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", "qwen2", num_hidden_layers=1)
+    content = model.path.read_bytes()
+    key = b"tokenizer.ggml.pre"
+    at = content.index(key) + len(key) + 4 + 8  # behind the value's type and length
+    (tmp_path / "odd.gguf").write_bytes(content[:at] + b"\xff" + content[at + 1 :])
+    assert GgufFile(tmp_path / "odd.gguf").metadata()["tokenizer.ggml.pre"].startswith("\udcff")
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.gguf: not readable"):
         GgufFile(tmp_path / "none.gguf")

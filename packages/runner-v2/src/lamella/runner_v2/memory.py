@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -76,6 +78,21 @@ class Arena:
             self._chunk = _map(_CHUNK_BYTES)
         taken, self._chunk = self._chunk[:num_bytes], self._chunk[padded:]
         return taken
+
+
+@contextmanager
+def allocating(what: str) -> Iterator[None]:
+    """Tell of memory that a block does not get as CapacityError; torch has no class of its own for it on a CPU."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CapacityError(f"{what}: out of memory: {error}") from error
+    except RuntimeError as error:
+        found = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes|not enough memory", str(error))
+        if found is None:
+            raise
+        size = f", {_size(int(found[1]))} more were needed" if found[1] else ""
+        raise CapacityError(f"{what}: out of memory{size}") from error
 
 
 def _map(num_bytes: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.errors import ConfigError, UnsupportedError
+from lamella.runner_v2.memory import allocating
 from lamella.runner_v2.parallel.collectives import Collectives
 from lamella.runner_v2.profiling import profile_prefill
 from lamella.runner_v2.protocols import KvMover, Speculator
@@ -50,7 +51,10 @@ class Worker:
 
     def open(self) -> RankReport:
         """Load the model. RunnerError if it cannot be run."""
-        self._runner = ModelRunner.load(self.config, speculator=self._speculator, group=self._group, mover=self._mover)
+        with allocating(f"loading {self.config.model_path}"):
+            self._runner = ModelRunner.load(
+                self.config, speculator=self._speculator, group=self._group, mover=self._mover
+            )
         return self._runner.report()
 
     def allocate(self, layout: KvLayout) -> None:

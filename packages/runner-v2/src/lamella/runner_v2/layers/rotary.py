@@ -21,11 +21,21 @@ from lamella.runner_v2.ops.rotary import RopeTable
 def make_table(rope: RopeConfig, head_dim: int, max_position: int, max_len: int, device: str = "cpu") -> RopeTable:
     """The table for positions [0, max_position). max_len: longest text that is served."""
     width = head_dim if rope.rotary_dim is None else rope.rotary_dim
-    inverse, factor = _KINDS[rope.kind](rope, width, max_len)
+    try:
+        inverse, factor = _KINDS[rope.kind](rope, width, max_len)
+    except (ArithmeticError, ValueError) as error:  # of a logarithm, a power or a quotient
+        raise ConfigError(f"{_named(rope)} cannot be computed: {error}") from error
     if rope.freq_factors is not None:
         inverse = inverse / _divisors(rope.freq_factors, width)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inverse)
-    return RopeTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    if not bool((cos[-1] + sin[-1]).isfinite().all()):  # the largest angles
+        raise ConfigError(f"{_named(rope)} gives angles that are no finite numbers")
+    return RopeTable(cos.to(device), sin.to(device))
+
+
+def _named(rope: RopeConfig) -> str:
+    return f"the rotary embedding of type {rope.kind} with theta {rope.theta} and factor {rope.factor}"
 
 
 def _inverse(theta: float, width: int) -> torch.Tensor:  # [width / 2]

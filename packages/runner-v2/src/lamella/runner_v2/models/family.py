@@ -19,6 +19,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
+MAX_LAYERS = 10_000
+"""Objects are made for each layer before a tensor is looked for."""
+
 DTYPES = {name: name for name in ("float32", "float16", "bfloat16")}
 
 # Options of other families that change the arithmetic: refused where a checkpoint sets them to anything but their
@@ -119,7 +122,7 @@ def decoder_config(
     if num_heads % num_kv_heads:
         raise fields.wrong("num_key_value_heads", f"needed: a divisor of num_attention_heads ({num_heads})")
     head_dim = head_dim or head_dim_of(fields)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = num_layers_of(fields)
     windows = windows or (None,) * num_layers
     moes = moes or (None,) * num_layers
     rope = rope_of(fields, head_dim, theta=theta)
@@ -139,7 +142,7 @@ def decoder_config(
         ),
         ropes=ropes,
         max_position=_max_position(fields, rope),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6),
         attention_scale=head_dim**-0.5,
         activation=fields.choice(activation, ACTIVATIONS, default_activation),
         tie_embeddings=fields.boolean("tie_word_embeddings", tie_embeddings),
@@ -148,6 +151,11 @@ def decoder_config(
         dtype=fields.choice("dtype" if fields.has("dtype") else "torch_dtype", DTYPES, "bfloat16"),
     )
     return replace(config, **more)
+
+
+def num_layers_of(fields: Fields) -> int:
+    """num_hidden_layers."""
+    return fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def head_dim_of(fields: Fields, default: int | None = None) -> int:
@@ -164,8 +172,9 @@ def head_dim_of(fields: Fields, default: int | None = None) -> int:
 def windows_of(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
     """Window of each layer from layer_types, or from the given types where config.json has none."""
     types = fields.texts("layer_types") or tuple(default)
-    if len(types) != fields.integer("num_hidden_layers"):
-        raise fields.wrong("layer_types", f"needed: one for each of {fields.integer('num_hidden_layers')} layers")
+    num_layers = num_layers_of(fields)
+    if len(types) != num_layers:
+        raise fields.wrong("layer_types", f"needed: one for each of {num_layers} layers")
     if any(name not in LAYER_TYPES for name in types):
         raise fields.unsupported("layer_types", f"supported: {', '.join(LAYER_TYPES)}")
     if window is None and "sliding_attention" in types:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lamella.runner_v2.errors import CheckpointError, UnsupportedError
 
 T = TypeVar("T")
+
+MAX_INTEGER = 2**31 - 1
+"""Widths, counts and positions beyond it are no model's; arithmetic on them would end in errors that name nothing."""
 
 
 class Fields:
@@ -22,13 +26,15 @@ class Fields:
         """Present and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number of at least minimum; missing or null gives the default, CheckpointError without one."""
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """A whole number in [minimum, maximum]; missing or null gives the default, CheckpointError without one."""
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.wrong(name, f"needed: a whole number of at least {minimum}")
+        if value > maximum:
+            raise self.wrong(name, f"needed: a whole number of at most {maximum}")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
@@ -39,9 +45,16 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.wrong(name, "needed: a number")
+        if not _is_number(value):
+            raise self.wrong(name, "needed: a finite number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self.wrong(name, "needed: a positive number")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         return self.number(name) if self.has(name) else None
@@ -71,16 +84,16 @@ class Fields:
         """A whole number or a list of them; missing or null is ()."""
         value = self.values.get(name)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-            raise self.wrong(name, "needed: a whole number or a list of them")
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= MAX_INTEGER for item in items):
+            raise self.wrong(name, f"needed: a whole number in [0, {MAX_INTEGER}] or a list of them")
         return tuple(items)
 
     def numbers(self, name: str) -> tuple[float, ...] | None:
         if not self.has(name):
             return None
         value = self.values[name]
-        if not isinstance(value, list) or not all(isinstance(item, (int, float)) for item in value):
-            raise self.wrong(name, "needed: a list of numbers")
+        if not isinstance(value, list) or not all(_is_number(item) for item in value):
+            raise self.wrong(name, "needed: a list of finite numbers")
         return tuple(float(item) for item in value)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
@@ -120,3 +133,13 @@ class Fields:
                 raise self.wrong(name, "this model family needs it")
             return default
         return value
+
+
+def _is_number(value: object) -> bool:
+    """A number that a float holds; JSON as Python reads it knows NaN, Infinity and integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -11,7 +11,15 @@ from dataclasses import replace
 import torch
 
 from lamella.runner_v2.config import ModelConfig, RopeConfig
-from lamella.runner_v2.models.family import HF_DECODER, HF_QK_NORM, Family, decoder_config, head_dim_of, windows_of
+from lamella.runner_v2.models.family import (
+    HF_DECODER,
+    HF_QK_NORM,
+    Family,
+    decoder_config,
+    head_dim_of,
+    num_layers_of,
+    windows_of,
+)
 from lamella.runner_v2.models.fields import Fields
 from lamella.runner_v2.models.rope import rope_of
 
@@ -48,7 +56,7 @@ def embed_scale(hidden_size: int, dtype: str) -> float:
 
 def parse_gemma3_text(fields: Fields) -> ModelConfig:
     fields = Fields({**_TEXT_DEFAULTS, **fields.values}, fields.source)
-    num_layers, head_dim = fields.integer("num_hidden_layers"), head_dim_of(fields)
+    num_layers, head_dim = num_layers_of(fields), head_dim_of(fields)
     # two spellings of the pattern's length; layer_types, where present, takes its place
     period_name = "sliding_window_pattern" if fields.has("sliding_window_pattern") else "_sliding_window_pattern"
     period = fields.integer(period_name, 6)
@@ -64,7 +72,7 @@ def parse_gemma3_text(fields: Fields) -> ModelConfig:
         default_activation="gelu_pytorch_tanh",
         tie_embeddings=True,
         allow=("attn_logit_softcapping", "final_logit_softcapping"),
-        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logits_softcap=fields.optional_number("final_logit_softcapping"),
         qk_norm=True,
@@ -91,7 +99,7 @@ def _sliding_rope(fields: Fields, head_dim: int) -> RopeConfig:
     nested = fields.section("rope_parameters")
     if nested is not None:
         return rope_of(fields, head_dim, "sliding_attention", 10_000.0)
-    return RopeConfig(theta=fields.number("rope_local_base_freq", 10_000.0))
+    return RopeConfig(theta=fields.positive("rope_local_base_freq", 10_000.0))
 
 
 GEMMA3_TEXT = Family(

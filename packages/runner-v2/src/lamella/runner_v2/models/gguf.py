@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from lamella.runner_v2.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from lamella.runner_v2.errors import CheckpointError
-from lamella.runner_v2.models.fields import Fields
+from lamella.runner_v2.models.family import MAX_LAYERS
+from lamella.runner_v2.models.fields import MAX_INTEGER, Fields
 from lamella.runner_v2.models.gemma3 import embed_scale
 from lamella.runner_v2.weights.rules import Naming
 
@@ -58,9 +59,12 @@ def gguf_config(
     own = _Own(fields, fields.text("general.architecture"))
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: there is no tensor token_embd.weight")
-    num_layers, num_heads = own.integer("block_count"), own.integer("attention.head_count")
-    hidden = own.integer("embedding_length")
-    head_dim = own.integer("attention.key_length", hidden // num_heads)
+    num_layers = own.count("block_count", maximum=MAX_LAYERS)
+    num_heads, hidden = own.count("attention.head_count"), own.count("embedding_length")
+    num_kv_heads = own.integer("attention.head_count_kv", num_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise fields.wrong(own.name("attention.head_count_kv"), f"needed: a divisor of the head count ({num_heads})")
+    head_dim = own.count("attention.key_length", hidden // num_heads)
     if own.integer("attention.value_length", head_dim) != head_dim:
         raise fields.unsupported(own.name("attention.value_length"), f"supported: that of the keys, {head_dim}")
     config = ModelConfig(
@@ -68,13 +72,13 @@ def gguf_config(
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden,
         num_heads=num_heads,
-        num_kv_heads=own.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=own.integer("feed_forward_length", 1),
         layers=(),
         ropes=(),
-        max_position=own.integer("context_length"),
-        norm_eps=own.number("attention.layer_norm_rms_epsilon"),
+        max_position=own.count("context_length"),
+        norm_eps=fields.positive(own.name("attention.layer_norm_rms_epsilon")),
         attention_scale=own.number("attention.scale", 0.0) or head_dim**-0.5,
         tie_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -114,6 +118,10 @@ class _Own:
     def integer(self, name: str, default: int | None = None) -> int:
         return self.fields.integer(self.name(name), default, minimum=0)
 
+    def count(self, name: str, default: int | None = None, maximum: int = MAX_INTEGER) -> int:
+        """Where zero makes no sense."""
+        return self.fields.integer(self.name(name), default, maximum=maximum)
+
     def number(self, name: str, default: float | None = None) -> float:
         return self.fields.number(self.name(name), default)
 
@@ -124,7 +132,7 @@ class _Own:
 def _rope(own: _Own, head_dim: int, vector: Vector) -> RopeConfig:
     rotary_dim = own.integer("rope.dimension_count", head_dim)
     rope = RopeConfig(
-        theta=own.number("rope.freq_base", 10000.0),
+        theta=own.fields.positive(own.name("rope.freq_base"), 10000.0),
         rotary_dim=rotary_dim if rotary_dim != head_dim else None,
         freq_factors=vector("rope_freqs.weight"),
     )
@@ -137,15 +145,17 @@ def _rope(own: _Own, head_dim: int, vector: Vector) -> RopeConfig:
     factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 0.0))
     if kind == "none" or (kind != "longrope" and factor in (0.0, 1.0)):
         return rope
+    if factor < 0:
+        raise own.fields.wrong(own.name("rope.scaling.factor"), "needed: a positive number")
     if kind == "linear":
         return replace(rope, kind="linear", factor=factor)
-    original = own.integer("rope.scaling.original_context_length", own.integer("context_length"))
+    original = own.count("rope.scaling.original_context_length", own.count("context_length"))
     attn_factor = own.number("rope.scaling.attn_factor", own.number("rope.scaling.yarn_attn_factor", 0.0)) or None
     if kind == "longrope":
         return replace(
             rope,
             kind="longrope",
-            factor=factor or own.integer("context_length") / original,
+            factor=factor or own.count("context_length") / original,
             original_max_position=original,
             attention_factor=attn_factor,
             short_factor=vector("rope_factors_short.weight"),
@@ -179,7 +189,7 @@ def _gemma3(own: _Own, config: ModelConfig, rope: RopeConfig, num_layers: int) -
     scale = config.attention_scale
     if num_layers == _GEMMA3_27B_LAYERS and not own.number("attention.scale", 0.0):
         scale = float(config.hidden_size // config.num_heads) ** -0.5
-    local = RopeConfig(theta=own.number("rope.freq_base_swa", 10000.0), rotary_dim=rope.rotary_dim)
+    local = RopeConfig(theta=own.fields.positive(own.name("rope.freq_base_swa"), 10000.0), rotary_dim=rope.rotary_dim)
     return replace(
         config,
         layers=tuple(LayerConfig(window if s else None, int(s and window is not None)) for s in sliding),
@@ -202,8 +212,8 @@ def _moe(own: _Own, config: ModelConfig) -> MoeConfig | None:
     own.refuse_unless("expert_shared_count", 0)
     return MoeConfig(
         num_experts=num_experts,
-        num_experts_per_token=own.integer("expert_used_count"),
-        intermediate_size=own.integer("expert_feed_forward_length"),
+        num_experts_per_token=own.count("expert_used_count", maximum=num_experts),
+        intermediate_size=own.count("expert_feed_forward_length"),
         norm_topk=own.fields.boolean(own.name("expert_weights_norm"), True),
     )
 

@@ -10,6 +10,7 @@ from lamella.runner_v2.models.family import (
     Family,
     decoder_config,
     head_dim_of,
+    num_layers_of,
     windows_of,
 )
 from lamella.runner_v2.models.fields import Fields
@@ -32,14 +33,14 @@ def parse_qwen3(fields: Fields) -> ModelConfig:
 def parse_qwen3_moe(fields: Fields) -> ModelConfig:
     """Experts on layer i unless mlp_only_layers names it or (i + 1) is no multiple of decoder_sparse_step. A window,
     where use_sliding_window switches it on, serves all layers."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = num_layers_of(fields)
     window = fields.optional_integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
     kind = "full_attention" if window is None else "sliding_attention"
     # the number of experts has two names
     experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", 128)
     moe = MoeConfig(
         num_experts=experts,
-        num_experts_per_token=fields.integer("num_experts_per_tok", 8),
+        num_experts_per_token=fields.integer("num_experts_per_tok", 8, maximum=experts),
         intermediate_size=fields.integer("moe_intermediate_size", 768),
         norm_topk=fields.boolean("norm_topk_prob", False),
     )

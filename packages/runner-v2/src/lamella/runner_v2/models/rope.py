@@ -49,9 +49,7 @@ def rope_of(fields: Fields, head_dim: int, layer_type: str = "full_attention", t
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_position)
     )
     may_lack_factor = kind in ("yarn", "longrope")
-    factor = section.number("factor", max_position / original if may_lack_factor else None)
-    if factor <= 0:
-        raise section.wrong("factor", "needed: a positive number")
+    factor = section.positive("factor", max_position / original if may_lack_factor else None)
     rope = RopeConfig(theta=theta, kind=kind, factor=factor, rotary_dim=partial)
     if kind == "linear":
         return rope
@@ -62,7 +60,7 @@ def _scaled(section: Fields, rope: RopeConfig, num_pairs: int) -> RopeConfig:
     if rope.kind == "dynamic":
         return rope
     if rope.kind == "llama3":
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        low, high = section.positive("low_freq_factor"), section.positive("high_freq_factor")
         if low >= high:
             raise section.wrong("low_freq_factor", f"needed: less than high_freq_factor ({high})")
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
@@ -70,8 +68,8 @@ def _scaled(section: Fields, rope: RopeConfig, num_pairs: int) -> RopeConfig:
     if rope.kind == "yarn":
         return replace(
             rope,
-            beta_fast=section.number("beta_fast", 32.0),
-            beta_slow=section.number("beta_slow", 1.0),
+            beta_fast=section.positive("beta_fast", 32.0),
+            beta_slow=section.positive("beta_slow", 1.0),
             mscale=section.optional_number("mscale"),
             mscale_all_dim=section.optional_number("mscale_all_dim"),
             truncate=section.boolean("truncate", True),

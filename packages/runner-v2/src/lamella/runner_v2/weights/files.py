@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: there is no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: the file holds no JSON object")
@@ -196,8 +196,10 @@ def _listed_files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _open_file(path: Path) -> Any:
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"{path.parent}: {path.name} is missing, which {_INDEX} lists")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a file")
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:

@@ -68,6 +68,8 @@ class _Metadata(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         field = self._fields[key]
+        if field.types[0] == gguf.GGUFValueType.STRING:
+            return field.parts[field.data[0]].tobytes().decode("utf-8", "surrogateescape")
         if field.types[0] != gguf.GGUFValueType.ARRAY:
             return field.contents()
         items = field.parts[field.data[0]]
@@ -113,12 +115,14 @@ def _check_start(path: Path) -> None:
             start = file.read(8)
     except OSError as error:
         raise CheckpointError(f"{path}: not readable: {error.strerror}") from error
-    if len(start) < 8 or start[:4] != _MAGIC:
+    if start[:4] != _MAGIC:
         raise CheckpointError(f"{path}: not a GGUF file (it starts with {start[:4]!r})")
+    if len(start) < 8:
+        raise CheckpointError(f"{path}: truncated GGUF file: it has {len(start)} bytes")
     version = int.from_bytes(start[4:], "little")
     if version not in (2, 3):
         # a file for the other byte order shows its version in the upper half
-        what = "big-endian files" if version and version & 0xFFFF == 0 else f"GGUF version {version}"
+        what = "big-endian files" if version and version & 0xFFFF == 0 else f"files of GGUF version {version}"
         raise UnsupportedError(f"{path}: {what} are not supported; supported: versions 2 and 3, little-endian")
 
 
