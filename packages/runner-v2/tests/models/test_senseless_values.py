@@ -152,3 +152,10 @@ def test_any_scaling_of_gguf_metadata(kind: str, tmp_path: Path) -> None:
                 make_table(config.ropes[0], config.head_dim, 128, 128)
             except RunnerError:
                 pass
+
+
+def test_a_stretch_beyond_all_contexts_is_refused() -> None:
+    for factor in (1e300, 1e9):
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor, "original_max_position_embeddings": 64}
+        with pytest.raises(RunnerError, match="stretched by"):
+            model_config(tiny_config("llama", rope_parameters=rope))

@@ -8,7 +8,7 @@ from typing import Any
 
 from lamella.runner_v2.config import Activation, LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from lamella.runner_v2.models.fields import Fields
-from lamella.runner_v2.models.rope import LAYER_TYPES, rope_of
+from lamella.runner_v2.models.rope import LAYER_TYPES, rope_of, stretched
 from lamella.runner_v2.weights.rules import Naming
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -183,8 +183,5 @@ def windows_of(fields: Fields, window: int | None, default: Sequence[str]) -> tu
 
 
 def _max_position(fields: Fields, rope: RopeConfig) -> int:
-    """Longest context. YaRN extends the pretrained length, and files differ in which of the two they state."""
-    stated = fields.integer("max_position_embeddings")
-    if rope.kind == "yarn" and rope.original_max_position is not None:
-        return max(stated, int(rope.original_max_position * rope.factor))
-    return stated
+    """Longest context."""
+    return stretched(fields.integer("max_position_embeddings"), rope, fields.source)

@@ -11,6 +11,7 @@ from lamella.runner_v2.errors import CheckpointError
 from lamella.runner_v2.models.family import MAX_LAYERS
 from lamella.runner_v2.models.fields import MAX_INTEGER, Fields
 from lamella.runner_v2.models.gemma3 import embed_scale
+from lamella.runner_v2.models.rope import stretched
 from lamella.runner_v2.weights.rules import Naming
 
 ARCHITECTURES = {
@@ -93,8 +94,7 @@ def gguf_config(
     rope = _rope(own, head_dim, vector)
     if family == "llama" and rope.rotary_dim is not None:
         raise fields.unsupported(own.name("rope.dimension_count"), f"supported: the head dimension, {head_dim}")
-    if rope.kind == "yarn" and rope.original_max_position is not None:
-        config = replace(config, max_position=max(config.max_position, int(rope.original_max_position * rope.factor)))
+    config = replace(config, max_position=stretched(config.max_position, rope, path))
     if family == "gemma3_text":
         return _gemma3(own, config, rope, num_layers)
     window = own.integer("attention.sliding_window", 0) or None

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Literal
 
 from lamella.runner_v2.config import RopeConfig
-from lamella.runner_v2.models.fields import Fields
+from lamella.runner_v2.errors import CheckpointError
+from lamella.runner_v2.models.fields import MAX_INTEGER, Fields
 
 Kind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
 
@@ -54,6 +55,21 @@ def rope_of(fields: Fields, head_dim: int, layer_type: str = "full_attention", t
     if kind == "linear":
         return rope
     return _scaled(section, replace(rope, original_max_position=original), rotary_dim // 2)
+
+
+def stretched(stated: int, rope: RopeConfig, source: str) -> int:
+    """The longest context. YaRN extends the pretrained length, and files differ in which of the two they state.
+
+    CheckpointError naming the source if the factor leads nowhere.
+    """
+    if rope.kind != "yarn" or rope.original_max_position is None:
+        return stated
+    length = rope.original_max_position * rope.factor
+    if length > MAX_INTEGER:
+        raise CheckpointError(
+            f"{source}: a context of {rope.original_max_position} positions stretched by {rope.factor} is no context"
+        )
+    return max(stated, int(length))
 
 
 def _scaled(section: Fields, rope: RopeConfig, num_pairs: int) -> RopeConfig:
