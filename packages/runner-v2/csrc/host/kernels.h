@@ -88,6 +88,8 @@ struct Kernels {
   void (*multiply_wide)(const Matrix& matrix, const uint8_t* wide, int64_t count, const Block& block, float* out, int64_t ld);
   // n floats, a multiple of 32, into records `stride` bytes apart
   void (*quantise)(const float* x, int64_t n, uint8_t* records, size_t stride);
+  // the same, and behind each record a second one of what rounding left over: their sum has about 16 bits
+  void (*quantise_twice)(const float* x, int64_t n, uint8_t* records, size_t stride);
   void (*attend)(const AttentionTask& task);
   // merges `spans` partials of one query row, `stride` floats apart, in order
   void (*merge)(const float* partials, int64_t spans, int64_t stride, int64_t head_dim, float* out, float* lse);

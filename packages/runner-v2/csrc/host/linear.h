@@ -34,6 +34,9 @@ struct Linear {
 // Rows of activations in the layouts that a Linear multiplies.
 //
 //   rows    |<- max_block ->|<- max_block ->| ... |<- 8 ->|<- rest ->|     each block lies on its own
+//
+// Fine inputs hold each row as two: rounded to 8 bits, and the rounded remainder. Their products are added. That is twice
+// the work, and for what follows softmax or the last norm it is worth it.
 class Inputs {
  public:
   // Room for `rows` rows; what they hold is put in afterwards.
@@ -49,6 +52,12 @@ class Inputs {
   static Inputs take(Scratch& scratch, const Kernels& kernels, int64_t rows, const Linear& linear) {
     return take(scratch, kernels, rows, linear.cols, linear.quantised, linear.dense);
   }
+  static Inputs take_fine(Scratch& scratch, const Kernels& kernels, int64_t rows, const Linear& linear) {
+    if (linear.dense) return take(scratch, kernels, rows, linear);
+    Inputs inputs = take(scratch, kernels, 2 * rows, linear);
+    inputs.fine_ = true;
+    return inputs;
+  }
 
   // `count` rows from `first` on, as inputs of their own. Only if these blocks were laid out by part().
   Inputs part(int64_t first, int64_t count) const {
@@ -59,7 +68,9 @@ class Inputs {
     return inputs;
   }
 
+  // Physical rows: two for each of fine inputs.
   int64_t rows() const { return rows_; }
+  bool fine() const { return fine_; }
   int64_t cols() const { return cols_; }
 
   // First row of the block of a row, and how many rows that block has.
@@ -87,11 +98,13 @@ class Inputs {
 
   // Columns [col, col + n) of a row. With quantised parts col and n are multiples of 32.
   void put(const Kernels& kernels, int64_t row, int64_t col, int64_t n, const float* x) {
+    if (fine_) row *= 2;
     int64_t first;
     int count;
     block_at(row, first, count);
     if (records_ != nullptr)
-      kernels.quantise(x, n, record(row, first, count, col / kGroup), static_cast<size_t>(count) * kRecordBytes);
+      (fine_ ? kernels.quantise_twice : kernels.quantise)(
+          x, n, record(row, first, count, col / kGroup), static_cast<size_t>(count) * kRecordBytes);
     if (columns_ != nullptr) {
       float* out = columns_ + first * cols_ + col * count + (row - first);
       for (int64_t k = 0; k < n; ++k) out[k * count] = x[k];
@@ -121,6 +134,7 @@ class Inputs {
   int64_t rows_ = 0;
   int64_t cols_ = 0;
   int max_block_ = 1;
+  bool fine_ = false;
   uint8_t* records_ = nullptr;
   float* columns_ = nullptr;
 };
@@ -173,8 +187,19 @@ void multiply_panels(const Kernels& kernels, const Matrix& matrix, int64_t begin
       int count;
       inputs.block_at(row, first, count);
       ready.multiply(inputs.block(first, count), tile, kPanelRows * kTilePanels);
-      sink(col, cols, first, count, tile);
       row = first + count;
+      if (inputs.fine()) {
+        first /= 2;
+        count /= 2;
+        for (int r = 0; r < count; ++r) {
+          float* to = tile + r * kPanelRows * kTilePanels;
+          const float* pair = tile + 2 * r * kPanelRows * kTilePanels;
+          if (r > 0)
+            for (int64_t c = 0; c < cols; ++c) to[c] = pair[c];
+          kernels.add(to, pair + kPanelRows * kTilePanels, cols);
+        }
+      }
+      sink(col, cols, first, count, tile);
     }
   }
 }

@@ -61,10 +61,12 @@ void logits(const Linear& head, const float* norm, float eps, float softcap, con
   const int64_t slice = std::min(kSliceTokens, hidden.count);
   float* normed = scratch.take<float>(norm != nullptr ? hidden.width * lanes : 0);
   // two sets in turn: a lane may fill the next slice while another still reads this one
-  Inputs sets[2] = {Inputs::take(scratch, use, slice, head),
-                    Inputs::take(scratch, use, hidden.count > slice ? slice : 1, head)};
+  const auto take = [&](int64_t rows) {
+    return norm != nullptr ? Inputs::take_fine(scratch, use, rows, head) : Inputs::take(scratch, use, rows, head);
+  };
+  Inputs sets[2] = {take(slice), take(hidden.count > slice ? slice : 1)};
   const int64_t last = hidden.count % slice;
-  Inputs rest = last != 0 ? Inputs::take(scratch, use, last, head) : sets[0];
+  Inputs rest = last != 0 ? take(last) : sets[0];
   Pool::get().run([&](Lane& lane) {
     int turn = 0;
     for (int64_t begin = 0; begin < hidden.count; begin += slice, turn ^= 1) {

@@ -140,22 +140,36 @@ void softmax(float* x, int64_t n) {
   each_vector(n, [&](int64_t k, int count) { store_some(x + k, mul(load_some(x + k, count), inverse), count); });
 }
 
-// Scale 1/127 of the group's largest magnitude, codes to nearest. A NaN makes its group's scales NaN, and so the row's
-// results, but no other row's.
+// 32 values into a record; a and b become what rounding left over. Scale 1/127 of the largest magnitude, codes to nearest.
+// A NaN makes the group's scales NaN, and so the row's results, but no other row's.
+inline void quantise_group(Floats& a, Floats& b, uint8_t* record) {
+  const float most = largest(max(abs(a), abs(b)));
+  const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+  const float scale = has_nan(add(a, b)) ? __builtin_nanf("") : most * (1.0f / 127.0f);
+  const Floats low = min(splat(127.0f), max(splat(-127.0f), round_even(mul(a, splat(inverse)))));
+  const Floats high = min(splat(127.0f), max(splat(-127.0f), round_even(mul(b, splat(inverse)))));
+  int8_t* codes = reinterpret_cast<int8_t*>(record + 16);
+  store_bytes(codes, low);
+  store_bytes(codes + 16, high);
+  const float low_sum = static_cast<float>(sum_bytes(codes)), high_sum = static_cast<float>(sum_bytes(codes + 16));
+  const float head[4] = {scale, scale * (low_sum + high_sum), scale * low_sum, scale * high_sum};
+  __builtin_memcpy(record, head, sizeof head);
+  a = fma(splat(-scale), low, a);
+  b = fma(splat(-scale), high, b);
+}
+
 void quantise(const float* x, int64_t n, uint8_t* records, size_t stride) {
   for (int64_t g = 0; g < n / kGroup; ++g, records += stride) {
-    const Floats a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
-    const float most = largest(max(abs(a), abs(b)));
-    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
-    const float scale = has_nan(add(a, b)) ? __builtin_nanf("") : most * (1.0f / 127.0f);
-    const Floats low = min(splat(127.0f), max(splat(-127.0f), round_even(mul(a, splat(inverse)))));
-    const Floats high = min(splat(127.0f), max(splat(-127.0f), round_even(mul(b, splat(inverse)))));
-    store_bytes(reinterpret_cast<int8_t*>(records + 16), low);
-    store_bytes(reinterpret_cast<int8_t*>(records + 32), high);
-    const float low_sum = static_cast<float>(sum_bytes(reinterpret_cast<const int8_t*>(records + 16)));
-    const float high_sum = static_cast<float>(sum_bytes(reinterpret_cast<const int8_t*>(records + 32)));
-    const float head[4] = {scale, scale * (low_sum + high_sum), scale * low_sum, scale * high_sum};
-    __builtin_memcpy(records, head, sizeof head);
+    Floats a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
+    quantise_group(a, b, records);
+  }
+}
+
+void quantise_twice(const float* x, int64_t n, uint8_t* records, size_t stride) {
+  for (int64_t g = 0; g < n / kGroup; ++g, records += stride) {
+    Floats a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
+    quantise_group(a, b, records);
+    quantise_group(a, b, records + kRecordBytes);
   }
 }
 

@@ -12,7 +12,7 @@ extern const Lanes LAMELLA_KERNELS;
 
 extern const Kernels LAMELLA_KERNELS;
 const Kernels LAMELLA_KERNELS = {
-    kIsaName,  kMaxBlock, multiply, widen, multiply_wide, quantise, attend,  merge,   norm,
+    kIsaName,  kMaxBlock, multiply, widen, multiply_wide, quantise, quantise_twice, attend,  merge,   norm,
     add_rows,  add_scaled, put_tile, activate, softcap, rotate, to_half, softmax, &sampling::LAMELLA_KERNELS,
 };
 
