@@ -1,7 +1,7 @@
 """Run a bench by name.
 
   hatch run bench cpu                       lamella beside its peers on the demo model, on this CPU
-  hatch run bench runner-v2 host            packages/runner-v2/bench/host.py
+  hatch run bench runner-v2 sampling        packages/runner-v2/bench/sampling.py
   hatch run bench                           list what there is
 
 Words after the name go to the bench; each takes --json FILE.

@@ -7,6 +7,10 @@ distribution under teacher forcing, since equal text is no fair measure of a qua
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,22 +71,43 @@ def divergences(reference: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
+def llama_cpp_logits(path: Path) -> Callable[[list[int]], torch.Tensor]:
+    """llama.cpp's logits behind each token of a text."""
+    llama = importlib.import_module("llama_cpp").Llama(
+        str(path), n_ctx=NUM_POSITIONS, n_threads=2, logits_all=True, verbose=False
+    )
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        llama.reset()
+        llama.eval(ids)
+        return torch.from_numpy(llama.scores[: len(ids)].copy())
+
+    return logits
+
+
 def test_default_path_is_close_to_the_reference(smollm2_path: Path, reference: LlamaForCausalLM) -> None:
     runner = ModelRunner.load(RunnerConfig(model_path=str(smollm2_path), num_threads=2))
-    found, flips = [], []
+    engines = {"lamella": partial(score, runner.assembly)}
+    if importlib.util.find_spec("llama_cpp"):
+        engines["llama.cpp"] = llama_cpp_logits(smollm2_path)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in engines}
+    flips: dict[str, list[float]] = {name: [] for name in engines}
     for ids in texts(smollm2_path):
         expected = reference_logits(reference, ids)
-        ours = score(runner.assembly, ids)
-        found.append(divergences(expected, ours))
         best = expected.topk(2).values
-        differs = expected.argmax(-1) != ours.argmax(-1)
-        flips += (best[:, 0] - best[:, 1])[differs].tolist()
-    kl = torch.cat(found)
-    print(
-        f"KL mean {kl.mean():.2e}, max {kl.max():.2e}; argmax differs at {len(flips)} of {len(kl)} positions, "
-        f"largest gap {max(flips, default=0):.2f}"
-    )
+        for name, logits in engines.items():
+            ours = logits(ids)
+            found[name].append(divergences(expected, ours))
+            differs = expected.argmax(-1) != ours.argmax(-1)
+            flips[name] += (best[:, 0] - best[:, 1])[differs].tolist()
+    for name in engines:
+        kl, gap = torch.cat(found[name]), max(flips[name], default=0.0)
+        print(
+            f"{name}: KL mean {kl.mean():.2e}, max {kl.max():.2e}; argmax differs at {len(flips[name])} of {len(kl)} "
+            f"positions, largest gap {gap:.2f}"
+        )
+    kl = torch.cat(found["lamella"])
     assert len(kl) == 20 * NUM_POSITIONS
     assert float(kl.mean()) <= 5e-3
     assert float(kl.max()) <= 5e-2
-    assert max(flips, default=0.0) < 0.5
+    assert max(flips["lamella"], default=0.0) < 0.5
