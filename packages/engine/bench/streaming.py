@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lamella.engine.cli.report import Report, Row
 from lamella.engine.client import EngineClient
 from lamella.engine.request import Delta
 from lamella.engine.server.chat import ChatAnswer, prepare
@@ -88,8 +89,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args()
     cost_us, chunk_bytes = asyncio.run(measure(args.streams, args.steps))
+    if args.json:
+        name = f"CPU per streamed token, {args.streams} streams"
+        target = f"<= {TARGET_US:.0f} us"
+        Report.of([Row(name=name, value=cost_us, unit="us", target=target, ok=cost_us <= TARGET_US)]).write(args.json)
     verdict = "ok" if cost_us <= TARGET_US else "too slow"
     print(f"{cost_us:.1f} us per streamed token (target {TARGET_US:.0f}: {verdict}), {chunk_bytes:.0f} bytes per chunk")
 

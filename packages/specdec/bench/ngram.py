@@ -108,7 +108,15 @@ def main() -> None:
     def add(name: str, value: float, peer: str, peer_value: float, target: float | None, ok: bool) -> None:
         ratio = peer_value / value
         rows.append(
-            {"name": name, "value": value, "unit": "us", "peer": peer, "ratio": ratio, "target": target, "ok": ok}
+            {
+                "name": name,
+                "value": value,
+                "unit": "us",
+                "peer": peer,
+                "ratio": ratio,
+                "target": None if target is None else f"<= {target:g} us",
+                "ok": ok,
+            }
         )
         print(
             f"{name:42} {value:10.2f} us   {peer} {peer_value:10.2f} us   {ratio:7.1f} x   {'ok' if ok else 'MISSED'}"
