@@ -201,15 +201,17 @@ def test_stats_add_up() -> None:
     assert batches[0].stats.generation_tokens == 1  # a snapshot, not the live object
 
 
-def test_a_dead_worker_ends_the_core() -> None:
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_dead_worker_ends_the_core(threaded: bool) -> None:
     class Mortal(FakeRunner):
         def step(self, step: Step) -> Any:
             raise RuntimeError("no more")
 
-    core = make(runner=Mortal(), threaded=True)
+    core = make(runner=Mortal(), threaded=threaded)
     core.add(request("r", [1]))
-    with pytest.raises(EngineDeadError, match="worker 0 died: RuntimeError: no more"):
-        core.run_once()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="worker 0 died: RuntimeError: no more"):
+            core.run_once()
 
 
 def test_a_broken_invariant_ends_the_core() -> None:

@@ -87,10 +87,12 @@ class Mortal(FakeRunner):
         return super().step(step)
 
 
-def test_a_worker_that_raises_on_its_thread_is_reported() -> None:
-    executor = opened(Mortal(), depth=2, threaded=True)
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_worker_that_raises_is_reported(threaded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    executor = opened(Mortal(), depth=3, threaded=threaded)
     executor.submit(first_step())
     executor.submit(Step(1, work=DECODE))
+    executor.submit(Step(2))
     outputs: list[Any] = []
     died = None
     while died is None:
@@ -99,14 +101,20 @@ def test_a_worker_that_raises_on_its_thread_is_reported() -> None:
         died = events.died
     assert [output.step_id for output in outputs] == [0]
     assert died == (0, "RuntimeError: out of luck")
+    assert executor.poll(0.0).died == died
+    assert "in step" in caplog.text, "the traceback is in the log"
     executor.close()
 
 
-def test_a_worker_that_raises_without_a_thread_raises_to_the_caller() -> None:
-    executor = opened(Mortal(), depth=2)
-    executor.submit(first_step())
-    with pytest.raises(RuntimeError, match="out of luck"):
-        executor.submit(Step(1, work=DECODE))
+def test_an_interrupt_in_a_step_is_not_a_death() -> None:
+    class Interrupted(FakeRunner):
+        def step(self, step: Step) -> Any:
+            raise KeyboardInterrupt
+
+    executor = opened(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        executor.submit(first_step())
+    assert executor.poll(0.0).died is None
 
 
 def test_a_threaded_submit_does_not_wait_for_the_step() -> None:

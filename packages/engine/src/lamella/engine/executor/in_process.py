@@ -8,6 +8,7 @@ A step with masked rows starts once provide() has brought the masks of all of th
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 from lamella.engine.executor.protocol import Events, RankDied
 from lamella.kvtier import CopyJob, TicketResult
 from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput
+
+log = logging.getLogger("lamella.executor")
 
 
 class Worker(Protocol):
@@ -130,8 +133,11 @@ class InProcess:
             self._masked.pop(step.step_id, None)
             if self._thread is not None:
                 self._thread.put(step)
-            else:
+                continue
+            try:
                 self._outputs.append(self._worker.step(step))
+            except Exception as error:  # noqa: BLE001 - whatever it was, no step can follow
+                self._died = death(error)
 
 
 class StepThread:
@@ -173,5 +179,11 @@ class StepThread:
             try:
                 self._ended.put(self._run(step))
             except Exception as error:  # noqa: BLE001 - whatever it was, the owner of the core must hear of it
-                self._ended.put(RankDied(0, f"{type(error).__name__}: {error}"))
+                self._ended.put(death(error))
                 return
+
+
+def death(error: Exception) -> RankDied:
+    """What is told of a worker that raised; where it did so goes to the log."""
+    log.error("the worker failed in a step", exc_info=error)
+    return RankDied(0, f"{type(error).__name__}: {error}")
