@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+
+from lamella.runner_v2.testing.tiny_models import write_folder
 
 GOLDEN = [7042, 30, 198, 198, 504]  # " Paris.\n\nThe": the first five are the same on every path
 
@@ -145,6 +148,35 @@ class TestBadInput:
         fails(lamella("run", model, "--prompt", ""), "prompt")
         fails(lamella("run", model, "--prompt", "x", "--temperature", "nan"), "temperature")
         fails(lamella("run", model, "--prompt", "x", "--max-model-len", "100000"), "100000", "8192")
+
+    def test_input_that_is_no_text(self, smollm2_path: Path) -> None:
+        for words in (("run", "--prompt", "-"), ("run", "--message", "-"), ("chat",)):
+            result = subprocess.run(
+                [sys.executable, "-m", "lamella.engine.cli.main", words[0], str(smollm2_path), *words[1:]],
+                input=b"abc \xff\xfe\n",
+                capture_output=True,
+                timeout=120,
+                check=False,
+            )
+            assert result.returncode == 1
+            assert b"Traceback" not in result.stderr
+            assert b"lamella: standard input is not valid utf-8" in result.stderr
+
+    def test_a_model_that_gives_no_numbers(self, tmp_path: Path) -> None:
+        model = write_folder(tmp_path / "nan", "llama")
+        save_file({name: t * float("nan") for name, t in model.state.items()}, tmp_path / "nan" / "model.safetensors")
+        result = lamella("run", str(tmp_path / "nan"), "--prompt", "x", "--max-num-batched-tokens", "64")
+        assert result.returncode == 1
+        assert "lamella: the answer broke off: " in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_numbers_of_benches(self, tmp_path: Path) -> None:
+        latency, throughput, serve = (("bench", what) for what in ("latency", "throughput", "serve"))
+        fails(lamella(*latency, "smollm2", "--batch-size", "0"), "--batch-size", "at least 1, got 0")
+        fails(lamella(*throughput, "smollm2", "--spread", "nan"), "--spread", "nan")
+        fails(lamella(*latency, "smollm2", "--json", str(tmp_path)), "--json", "is a folder")
+        fails(lamella(*serve, "--base-url", "http://h:99999"), "http://h:99999")
+        fails(lamella("bench"), "required: what")
 
     def test_port_in_use(self, smollm2_path: Path) -> None:
         with socket.socket() as taken:

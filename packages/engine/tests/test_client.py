@@ -7,10 +7,11 @@ import pytest
 
 from lamella.engine.client import EngineClient
 from lamella.engine.errors import EngineDeadError, EngineError, OverloadedError, RequestError, StartError
+from lamella.engine.metrics.counters import ServerCounters
 from lamella.engine.request import Delta, Request, SamplingParams
 from lamella.engine.testing.fake_link import FakeLink
 from lamella.engine.testing.scripted_core import ScriptedCore
-from lamella.engine.wire import Abort, Add
+from lamella.engine.wire import Abort, Add, Batch
 
 PROMPT = list(b"say:abcdefgh")
 
@@ -61,6 +62,23 @@ def test_merging_keeps_logprobs_aligned_with_tokens() -> None:
         assert [entry.token_ids[0] for entry in delta.logprobs] == delta.token_ids == [97, 98, 99]
         assert delta.prompt_logprobs is not None
         assert len(delta.prompt_logprobs) == len(PROMPT)
+
+    run(scenario)
+
+
+def test_a_batch_without_deltas_brings_its_stats() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        seen: list[Batch] = []
+        counters = ServerCounters(512)
+        client.observers += [seen.append, counters.on_batch]
+        stream = client.submit(request(max_tokens=2))
+        link.step()
+        await stream.take()
+        stream.close()
+        link.step()
+        assert (seen[0].deltas != [], seen[1].deltas) == (True, [])
+        assert client.stats == counters.stats == seen[1].stats
+        assert (client.stats.num_running, client.stats.kv_usage) == (0, 0.0)
 
     run(scenario)
 

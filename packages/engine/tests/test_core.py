@@ -135,9 +135,39 @@ def test_an_abort_frees_blocks_at_the_next_round() -> None:
     assert core.stats().kv_usage > 0
     core.abort(["r", "unknown"])
     assert core.has_work
-    assert core.run_once() is None
+    batch = core.run_once()
     assert not core.has_work
     assert core.stats().kv_usage == 0
+    assert batch is not None
+    assert (batch.deltas, batch.stats) == ([], core.stats()), "gauges must not stay at what the last delta came with"
+    assert core.run_once() is None
+
+
+def test_the_last_batch_of_an_abort_says_that_nothing_is_held_also_with_steps_in_flight() -> None:
+    core = make(depth=2)
+    core.add(request("r", [1] * 9, max_tokens=50))
+    for _ in range(3):
+        core.run_once()
+    core.abort(["r"])
+    told: list[Stats] = []
+    while core.has_work:
+        batch = core.run_once()
+        if batch is not None:
+            assert batch.deltas == []
+            assert batch.stats is not None
+            told.append(batch.stats)
+    assert (told[-1].num_running, told[-1].num_waiting, told[-1].kv_usage) == (0, 0, 0.0)
+
+
+def test_a_round_that_says_nothing_new_tells_nothing() -> None:
+    core = make(max_num_batched_tokens=8)
+    core.add(request("r", [1] * 30, max_tokens=2))
+    first = core.run_once()
+    assert first is not None
+    assert first.stats is not None
+    assert (first.deltas, first.stats.num_running) == ([], 1)
+    assert core.run_once() is None  # the second chunk of the prompt
+    assert len(ids(drain(core), "r")) == 2
 
 
 def test_one_sequence_of_a_request_can_be_aborted() -> None:

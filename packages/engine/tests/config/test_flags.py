@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from lamella.engine.config.flags import Parser, add_flags, options_from
+from lamella.engine.config.flags import Parser, add_flags, number, options_from, output_file
 from lamella.engine.config.schema import (
     REMOVED,
     EngineOptions,
@@ -95,6 +96,17 @@ def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
         (["--speculative-config", "{"], "not a valid json"),
         (["--block-size", "24"], "power of two"),
         (["--max-num-batched-tokens", "8"], "below --max-num-seqs"),
+        (["--max-num-seqs", "9" * 20], "--max-num-seqs must be at most 16384"),
+        (["--threads", "9" * 20], "--threads must be at most 4096"),
+        (["--block-size", "9" * 20], "--block-size must be at most 4096"),
+        (["--max-num-batched-tokens", "9" * 20], "--max-num-batched-tokens must be at most"),
+        (["--seed", "9" * 20], "--seed must be at most"),
+        (["--seed", "9" * 9999], r"'9{100}\.\.\.' is not a valid int"),
+        (["--kv-cache-memory", "inf"], "'inf' is not a size"),
+        (["--kv-cache-memory", "1e400"], "'1e400' is not a size"),
+        (["--kv-cache-memory", "nan"], "'nan' is not a size"),
+        (["--speculative-config", '{"a":' * 9999], "is not a valid json"),
+        (["--", "--seed", "3"], "--seed stands behind '--'"),
         (["--max-model-length", "8"], "did you mean '--max-model-len'"),
         (["stray"], "unexpected argument 'stray'"),
     ],
@@ -102,6 +114,60 @@ def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
 def test_mistakes_are_named(words: list[str], message: str) -> None:
     with pytest.raises(StartError, match=message):
         parse(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "--port must be at most 65535, got 70000"),
+        (["--port", "-1"], "--port must be at least 0"),
+        (["--drain-timeout", "nan"], "--drain-timeout must be at least 0, got nan"),
+        (["--drain-timeout", "inf"], "--drain-timeout must be at most"),
+        (["--max-body-size", "0"], "--max-body-size must be at least 1"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--api-key", "good", "--api-key", "secret\n"], "--api-key has white space around it"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+    ],
+)
+def test_mistakes_about_the_server_are_named(words: list[str], message: str) -> None:
+    parser = Parser(prog="lamella serve")
+    add_flags(parser, ServeOptions)
+    with pytest.raises(StartError, match=message) as raised:
+        options_from(parser.parse_args(words), ServeOptions)
+    assert "secret" not in str(raised.value)
+
+
+def test_numbers_of_commands_have_bounds() -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--count", type=number("int", 1))
+    parser.add_argument("--share", type=number("float", 0, 1))
+    assert parser.parse_args(["--count", "3", "--share", "0.5"]) == argparse.Namespace(count=3, share=0.5)
+    for words, message in (
+        (["--count", "0"], "--count: must be at least 1, got 0"),
+        (["--count", "1.5"], "--count: '1.5' is not a valid int"),
+        (["--share", "2"], "--share: must be at most 1, got 2"),
+        (["--share", "nan"], "--share: must be a number, got nan"),
+        (["--share", "x"], "--share: 'x' is not a valid float"),
+    ):
+        with pytest.raises(StartError, match=message):
+            parser.parse_args(words)
+
+
+def test_output_files_are_checked_before_the_work(tmp_path: Path) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--json", type=output_file())
+    parser.add_argument("--plot", type=output_file(".png", ".html"))
+    good = [str(tmp_path / "a.json"), str(tmp_path / "a.PNG")]
+    assert list(vars(parser.parse_args(["--json", good[0], "--plot", good[1]])).values()) == good
+    for words, message in (
+        (["--json", str(tmp_path)], "is a folder"),
+        (["--json", str(tmp_path / "none" / "a.json")], "there is no folder '.*none'"),
+        (["--json", "x" * 9999], "is no file name"),
+        (["--json", "a\0"], "is no file name"),
+        (["--plot", "a.gif"], "'a.gif' must end in .png, .html"),
+    ):
+        with pytest.raises(StartError, match=message):
+            parser.parse_args(words)
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED))
@@ -119,6 +185,25 @@ def test_python_keywords() -> None:
         engine_options(model="m", max_seqs=3)
     with pytest.raises(StartError, match="did you mean 'max_num_seqs'"):
         engine_options(model="m", max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_num_seqs": "8"}, "--max-num-seqs must be of the type int, got '8'"),
+        ({"max_num_seqs": True}, "--max-num-seqs must be of the type int, got True"),
+        ({"max_num_seqs": None}, "--max-num-seqs must be of the type int, got None"),
+        ({"max_model_len": 1.5}, "--max-model-len must be of the type int"),
+        ({"kv_cache_memory": 1.5}, "--kv-cache-memory must be of the type int"),
+        ({"enable_prefix_caching": "no"}, "--enable-prefix-caching must be of the type bool"),
+        ({"speculative_config": "ngram"}, "--speculative-config must be of the type dict"),
+        ({"dtype": 3}, "--dtype must be of the type str"),
+        ({"model": Path("m")}, "--model must be of the type str"),
+    ],
+)
+def test_python_keywords_of_another_type_are_named(keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(StartError, match=message):
+        engine_options(**{"model": "m", **keywords})
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,36 @@ def test_longer_than_the_model_is_refused() -> None:
         resolved(max_model_len=2049)
 
 
+def test_far_more_threads_than_cores_are_refused() -> None:
+    assert resolved(threads=64).runner.num_threads == 64
+    with pytest.raises(StartError, match="--threads is 65, but this machine has 1 cores"):
+        resolved(threads=65)
+    wide = dataclasses.replace(MACHINE, logical_cores=128)
+    assert resolve(engine_options(model="m", threads=256), "/m", MODEL, wide).runner.num_threads == 256
+
+
+def test_providers_must_name_one() -> None:
+    with pytest.raises(StartError, match="--providers is ' , ' and names none; there are host and torch"):
+        resolved(providers=" , ")
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        *({"temperature": value} for value in ("hot", -1, float("nan"), [1], True)),
+        *({"top_k": value} for value in (1.5, "x", -7)),
+        *({"top_p": value} for value in (0, 5)),
+        {"repetition_penalty": 0},
+        {"do_sample": False, "repetition_penalty": "x"},
+    ],
+)
+def test_senseless_sampling_defaults_stop_the_start(generation: dict[str, object]) -> None:
+    model = dataclasses.replace(MODEL, generation=generation)
+    with pytest.raises(StartError, match="generation_config cannot be used .*--generation-config none"):
+        resolve(engine_options(model="m"), "/m", model, MACHINE)
+    assert resolve(engine_options(model="m", generation_config="none"), "/m", model, MACHINE).sampling_defaults == {}
+
+
 def report(*groups: KvGroup, free_bytes: int) -> RankReport:
     return RankReport(rank=0, groups=groups, free_bytes=free_bytes, weight_bytes=0, vocab_size=256, device="cpu")
 

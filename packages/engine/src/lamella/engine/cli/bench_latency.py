@@ -12,17 +12,25 @@ import time
 
 import lamella.engine as lamella
 from lamella.engine.cli.report import Report, Row, plot_lines
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, number, options_from
 from lamella.engine.config.schema import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
-    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens (default: 32)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="output tokens (default: 128)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests in the batch (default: 8)")
-    parser.add_argument("--num-iters-warmup", type=int, default=2, metavar="N", help="runs not counted (default: 2)")
-    parser.add_argument("--num-iters", type=int, default=10, metavar="N", help="runs (default: 10)")
+    parser.add_argument(
+        "--input-len", type=number("int", 1), default=32, metavar="N", help="prompt tokens (default: 32)"
+    )
+    parser.add_argument(
+        "--output-len", type=number("int", 1), default=128, metavar="N", help="output tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--batch-size", type=number("int", 1), default=8, metavar="N", help="requests in the batch (default: 8)"
+    )
+    parser.add_argument(
+        "--num-iters-warmup", type=number("int", 0), default=2, metavar="N", help="runs not counted (default: 2)"
+    )
+    parser.add_argument("--num-iters", type=number("int", 1), default=10, metavar="N", help="runs (default: 10)")
     add_flags(parser, EngineOptions, skip=("model",))
 
 

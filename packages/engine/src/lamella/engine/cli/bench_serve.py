@@ -19,6 +19,7 @@ import msgspec
 from lamella.engine.cli.bench_latency import quantile, random_prompts
 from lamella.engine.cli.load_client import Answer, LoadClient, LoadError
 from lamella.engine.cli.report import Report, Row, plot_lines
+from lamella.engine.config.flags import number
 from lamella.engine.errors import StartError
 
 
@@ -26,13 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="where the server listens")
     parser.add_argument("--model", metavar="NAME", help="served name (default: the first that the server lists)")
     parser.add_argument("--api-key", metavar="KEY", help="key to send")
-    parser.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests (default: 64)")
-    parser.add_argument("--max-concurrency", type=int, default=16, metavar="N", help="at once (default: 16)")
-    parser.add_argument("--request-rate", type=float, metavar="X", help="Poisson arrivals per second")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
-    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens (default: 64)")
+    parser.add_argument("--num-prompts", type=number("int", 1), default=64, metavar="N", help="requests (default: 64)")
+    parser.add_argument(
+        "--max-concurrency", type=number("int", 1), default=16, metavar="N", help="at once (default: 16)"
+    )
+    parser.add_argument(
+        "--request-rate", type=number("float", 1e-6, 1e9), metavar="X", help="Poisson arrivals per second"
+    )
+    parser.add_argument(
+        "--input-len", type=number("int", 1), default=128, metavar="N", help="prompt tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--output-len", type=number("int", 1), default=64, metavar="N", help="output tokens (default: 64)"
+    )
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream (default: on)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    parser.add_argument(
+        "--seed", type=number("int"), default=0, metavar="N", help="of prompts and arrivals (default: 0)"
+    )
 
 
 class Load(msgspec.Struct):
@@ -45,8 +56,6 @@ class Load(msgspec.Struct):
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.num_prompts < 1 or args.max_concurrency < 1:
-        raise StartError("--num-prompts and --max-concurrency must be at least 1")
     load = asyncio.run(measure(args))
     good = [answer for answer in load.answers if answer.error is None]
     failed = len(load.answers) - len(good)
@@ -90,7 +99,10 @@ def latencies(answers: list[Answer]) -> dict[str, list[float]]:
 
 async def measure(args: argparse.Namespace) -> Load:
     """Send the requests; returns when all are answered. Raises StartError where the server is not there."""
-    probe = LoadClient(args.base_url, args.api_key)
+    try:
+        probe = LoadClient(args.base_url, args.api_key)
+    except LoadError as error:
+        raise StartError(str(error)) from None
     try:
         model = args.model or msgspec.json.decode(await probe.get("/v1/models"))["data"][0]["id"]
     except LoadError as error:

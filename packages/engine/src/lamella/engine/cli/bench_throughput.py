@@ -12,16 +12,22 @@ import time
 import lamella.engine as lamella
 from lamella.engine.cli.bench_latency import random_prompts
 from lamella.engine.cli.report import Report, Row, plot_lines
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, number, options_from
 from lamella.engine.config.schema import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
-    parser.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests (default: 64)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="output tokens (default: 128)")
-    parser.add_argument("--spread", type=float, default=0.0, metavar="X", help="vary both lengths by up to this share")
+    parser.add_argument("--num-prompts", type=number("int", 1), default=64, metavar="N", help="requests (default: 64)")
+    parser.add_argument(
+        "--input-len", type=number("int", 1), default=128, metavar="N", help="prompt tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--output-len", type=number("int", 1), default=128, metavar="N", help="output tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--spread", type=number("float", 0, 1), default=0.0, metavar="X", help="vary both lengths by up to this share"
+    )
     add_flags(parser, EngineOptions, skip=("model",))
 
 

@@ -14,12 +14,12 @@ import importlib
 import sys
 
 import lamella.engine as lamella
-from lamella.engine.cli.console import dim, note
+from lamella.engine.cli.console import dim, note, refuse_broken_text
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.flags import add_flags, options_from
 from lamella.engine.config.schema import EngineOptions
-from lamella.engine.errors import RequestError
+from lamella.engine.errors import RequestError, StartError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_broken_text()
     if sys.stdin.isatty():
         importlib.import_module("readline")  # line editing for input()
     options = options_from(args, EngineOptions, model=args.model)
+    sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=True) as llm:
         params = sampling_params(args, llm.sampling_defaults)
         note(dim("Ctrl-D ends, /clear forgets, /system TEXT sets the system message, /stats shows figures"))
@@ -46,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             except KeyboardInterrupt:
                 print()
+                continue
+            except UnicodeDecodeError as error:
+                if not sys.stdin.isatty():
+                    raise StartError(f"standard input is not valid {error.encoding}: {error.reason}") from None
+                note(f"that was not valid {error.encoding}")
                 continue
             if not text:
                 continue
@@ -80,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 stream.close()
             print()
+            if stream.output.error is not None:
+                note(f"the answer broke off: {stream.output.error}")
             if stream.finished:
                 last = summary(stream.output)
             turns.append({"role": "assistant", "content": "".join(pieces)})

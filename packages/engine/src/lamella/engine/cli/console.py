@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lamella.engine.config.env import no_color
+from lamella.engine.errors import StartError
 
 
 def note(text: str) -> None:
     """One line of information."""
     print(text, file=sys.stderr, flush=True)
+
+
+def refuse_broken_text() -> None:
+    """Reading standard input raises UnicodeDecodeError for bytes that are no text; some locales would pass them on."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")
+
+
+def read_input() -> str:
+    """All of standard input. Raises StartError if it is no text."""
+    refuse_broken_text()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise StartError(
+            f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def dim(text: str) -> str:

@@ -15,6 +15,7 @@ from lamella.engine.cli.console import dim, note
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.schema import engine_options
+from lamella.engine.errors import EngineError
 
 MODEL = "smollm2"
 QUESTION = "Name three reasons to drink water, one sentence each."
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    sampling_params(args, {})
     with lamella.LLM.from_options(engine_options(model=MODEL), progress=True) as llm:
         params = sampling_params(args, {"temperature": 0.0, **llm.sampling_defaults})
         note(dim(f"\n> {args.message}\n"))
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         for piece in stream:
             print(piece, end="", flush=True)
         print()
+        if stream.output.error is not None:
+            raise EngineError(f"the answer broke off: {stream.output.error}")
         note(dim("\n" + summary(stream.output)))
     note(
         "\nNext:\n"

@@ -57,10 +57,16 @@ class LoadClient:
     """One connection to the server; not for concurrent use."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(base_url if "//" in base_url else "http://" + base_url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(base_url if "//" in base_url else "http://" + base_url)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # no number, no address
+            host = None
+        if host is None or parts.scheme != "http":
             raise LoadError(f"base URL must look like http://host:port, got {base_url!r}")
-        self._host, self._port = parts.hostname, parts.port or 80
+        if api_key is not None and not (api_key.isprintable() and api_key.isascii()):
+            raise LoadError("the API key has characters that no header can carry")
+        self._host, self._port = host, port or 80
         self._key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None

@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:  # a disk that is full, a file that may not be read
+        print(f"lamella: {error}", file=sys.stderr)
+        return 1
 
 
 def _dispatch(words: list[str]) -> int:

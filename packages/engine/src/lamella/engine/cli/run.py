@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import lamella.engine as lamella
-from lamella.engine.cli.console import dim, note
+from lamella.engine.cli.console import dim, note, read_input
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.flags import add_flags, options_from
 from lamella.engine.config.schema import EngineOptions
-from lamella.engine.errors import StartError
+from lamella.engine.errors import EngineError, StartError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and args.message is None:
         raise StartError("--system goes with --message; --prompt is raw text")
     given = args.prompt if args.prompt is not None else args.message
-    text = sys.stdin.read() if given == "-" else given
+    text = read_input() if given == "-" else given
     options = options_from(args, EngineOptions, model=args.model)
+    sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=not args.json) as llm:
         params = sampling_params(args, llm.sampling_defaults)
         if args.message is not None:
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(piece, end="", flush=True)
         output = stream.output
+    if output.error is not None:
+        raise EngineError(f"the answer broke off: {output.error}")
     completion = output.outputs[0]
     if args.json:
         print(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from lamella.engine.config.env import option_from_environment
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        raise StartError(f"{message}\n  see: {self.prog} --help")
+        raise StartError(f"{_short(message, 400)}\n  see: {self.prog} --help")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but an unknown option is named together with its reason or its nearest known neighbour."""
@@ -39,12 +41,20 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=")[0].lstrip("-").replace("-", "_")
             if word.startswith("--") and name in REMOVED:
                 raise StartError(f"{word.split('=')[0]} does not exist: {REMOVED[name]}")
-        for word in unknown:
+        for word in (word for word in unknown if word != "--"):
             known = [o for action in self._actions for o in action.option_strings]
+            name = word.split("=")[0]
+            if name in known:
+                raise StartError(f"{_short(name)} stands behind '--', where no options are read")
             if word.startswith("-"):
-                raise StartError(f"unknown option {word.split('=')[0]!r}{nearest(word.split('=')[0], known)}")
-            raise StartError(f"unexpected argument {word!r}\n  see: {self.prog} --help")
+                raise StartError(f"unknown option {_short(name)!r}{nearest(name, known)}")
+            raise StartError(f"unexpected argument {_short(word)!r}\n  see: {self.prog} --help")
         return parsed
+
+
+def _short(text: str, limit: int = 100) -> str:
+    """What a person typed, or pasted."""
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tuple[str, ...] = ()) -> None:
@@ -65,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tupl
         if meta["kind"] == "list":
             keywords.update(action="append", metavar=meta["metavar"] or field.name.upper().split("_")[-1])
         else:
-            keywords["type"] = _converter(field.name, meta["kind"])
+            keywords["type"] = _converter(meta["kind"])
             if meta["choices"]:
                 keywords["choices"] = meta["choices"]
             else:
@@ -85,7 +95,7 @@ def _default_text(field: Any) -> str:
     return f" (default: {format_size(default) if field.metadata['kind'] == 'size' else default})"
 
 
-def _converter(name: str, kind: str) -> Any:
+def _converter(kind: str) -> Any:
     def convert(text: str) -> Any:
         try:
             return convert_text(kind, text)
@@ -93,6 +103,45 @@ def _converter(name: str, kind: str) -> Any:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     convert.__name__ = kind
+    return convert
+
+
+def number(kind: str, low: float = -math.inf, high: float = math.inf) -> Any:
+    """An argparse type: an int or a float in [low, high], and never a nan."""
+    read = _converter(kind)
+
+    def convert(text: str) -> Any:
+        value = read(text)
+        if math.isnan(value):
+            raise argparse.ArgumentTypeError("must be a number, got nan")
+        if not low <= value <= high:
+            bound = f"at least {low}" if value < low else f"at most {high}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {_short(text)}")
+        return value
+
+    return convert
+
+
+def output_file(*suffixes: str) -> Any:
+    """An argparse type: a file that can be written, with one of the suffixes if any are given. Checked when the command
+    starts, so that a mistake does not cost a run."""
+
+    def convert(text: str) -> str:
+        path = Path(text)
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"{_short(text)!r} must end in {', '.join(suffixes)}")
+        try:
+            path.stat()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{_short(text)!r} is no file name: {error}") from None
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{_short(text)!r} is a folder")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+        return text
+
     return convert
 
 
@@ -114,8 +163,8 @@ def convert_text(kind: str, text: str) -> Any:
             if not isinstance(value, dict):
                 raise StartError(f"{text!r} is not a JSON object")
             return value
-    except (ValueError, KeyError):
-        raise StartError(f"{text!r} is not a valid {kind}") from None
+    except (ValueError, KeyError, RecursionError):
+        raise StartError(f"{_short(text)!r} is not a valid {kind}") from None
     return text
 
 

@@ -20,6 +20,8 @@ class Machine:
     """Memory that can be had without swapping."""
     total_bytes: int
     name: str
+    logical_cores: int = 1
+    """All that the system shows, whether this process may use them or not."""
 
 
 def read_machine() -> Machine:
@@ -32,4 +34,5 @@ def read_machine() -> Machine:
         available_bytes=int(memory.available),
         total_bytes=int(memory.total),
         name=f"{platform.machine()} {sys.platform}, {max(1, min(usable, physical))} cores",
+        logical_cores=os.cpu_count() or 1,
     )

@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lamella.engine.config.machine import Machine
 from lamella.engine.config.schema import EngineOptions, default_of, format_size
-from lamella.engine.errors import StartError
+from lamella.engine.errors import RequestError, StartError
+from lamella.engine.request import SamplingParams
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
@@ -24,6 +27,8 @@ from lamella.specdec import ConfigError, parse_speculative_config
 CPU_STEP_TARGET_S = 0.5
 CPU_MIN_TOKENS = 512
 CPU_MAX_TOKENS = 4096
+MAX_THREADS = 64
+"""Allowed on any machine."""
 KV_SHARE = 0.25
 """Of the memory that is still available once the weights are loaded."""
 
@@ -70,6 +75,11 @@ def resolve(
 
     device = decide("device", "cpu", "given" if options.device != "auto" else "the only device of this build")
     threads = options.threads or machine.cores
+    if threads > max(MAX_THREADS, 2 * machine.logical_cores):
+        raise StartError(
+            f"--threads is {threads}, but this machine has {machine.logical_cores} cores; more threads than cores only "
+            "wait for each other"
+        )
     decide("threads", threads, "given" if options.threads else f"usable cores of this machine ({machine.cores})")
     if options.dtype == "auto":
         decide("dtype", "auto", "weights stay in the checkpoint's format; activations are float32 on a CPU")
@@ -79,6 +89,8 @@ def resolve(
         providers = ("torch",)
     if options.providers:
         given = tuple(name.strip() for name in options.providers.split(",") if name.strip())
+        if not given:
+            raise StartError(f"--providers is {options.providers!r} and names none; there are host and torch")
         decide("providers", ", ".join(given), "given")
         providers = given
     elif providers:
@@ -209,6 +221,18 @@ def _num_drafts(config: Mapping[str, Any] | None) -> int:
 
 
 def _sampling_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, Any]:
+    """What the model's generation_config gives, checked: a request that says nothing must not fail."""
+    found = _found_defaults(options, model)
+    try:
+        msgspec.convert(found, SamplingParams).validate()
+    except (msgspec.ValidationError, RequestError) as error:
+        raise StartError(
+            f"the model's generation_config cannot be used ({error}); mend it, or start with --generation-config none"
+        ) from None
+    return found
+
+
+def _found_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, Any]:
     if options.generation_config == "none":
         return {}
     found = {name: model.generation[name] for name in SAMPLING_DEFAULTS if model.generation.get(name) is not None}

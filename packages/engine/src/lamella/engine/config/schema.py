@@ -122,19 +122,20 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_model_len", 1),
-            ("threads", 1),
-            ("kv_cache_memory", 1),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("max_num_queued_reqs", 0),
-            ("block_size", 1),
-            ("max_logprobs", 0),
+        _check_types(self)
+        # beyond the upper ends tables are made that no memory holds, or time is spent that no one has
+        for name, low, high in (
+            ("max_model_len", 1, 2**31 - 1),
+            ("threads", 1, 4096),
+            ("kv_cache_memory", 1, 2**63 - 1),
+            ("max_num_seqs", 1, 16384),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_num_queued_reqs", 0, 2**31 - 1),
+            ("block_size", 1, 4096),
+            ("max_logprobs", 0, 2**31 - 1),
+            ("seed", -(2**63), 2**63 - 1),
         ):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise StartError(f"{flag(name)} must be at least {low}, got {value}")
+            _check_range(self, name, low, high)
         if self.block_size & (self.block_size - 1):
             raise StartError(f"--block-size must be a power of two, got {self.block_size}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -169,6 +170,16 @@ class ServeOptions:
     )
     log_stats: bool = option(True, group="server", kind="bool", help="print throughput and queue lengths every 10 s")
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name, low, high in (("port", 0, 65535), ("max_body_size", 1, 2**40), ("drain_timeout", 0, 10**6)):
+            _check_range(self, name, low, high)
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            if not all(getattr(self, name)):
+                raise StartError(f"{flag(name)} must not be empty")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_key):
+            raise StartError("--api-key has white space around it or characters that no header can carry")
+
 
 REMOVED = {
     "calculate_kv_scales": "scales measured on the fly changed the output with the first request served. Remove it: "
@@ -177,6 +188,44 @@ REMOVED = {
     "choose that type",
 }
 """Options of other engines that people still pass: why they do not exist, and what to use."""
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "size": int,
+    "float": (int, float),
+    "bool": bool,
+    "json": dict,
+    "list": list,
+}
+
+
+_SHOWN_TYPES = {"size": "int", "json": "dict"}
+
+
+def _check_types(options: Any) -> None:
+    """Flags have been converted; what Python callers give has not."""
+    for field in dataclasses.fields(options):
+        value, kind = getattr(options, field.name), field.metadata["kind"]
+        if value is None and field.default is None:
+            continue
+        is_number = kind in ("int", "size", "float")
+        if not isinstance(value, _TYPES[kind]) or (is_number and isinstance(value, bool)):
+            kind = _SHOWN_TYPES.get(kind, kind)
+            raise StartError(f"{flag(field.name)} must be of the type {kind}, got {value!r:.100}")
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            raise StartError(f"{flag(field.name)} must hold strings, got {value!r:.100}")
+
+
+def _check_range(options: Any, name: str, low: float, high: float) -> None:
+    value = getattr(options, name)
+    if value is None:
+        return
+    if not value >= low:  # nan, too
+        raise StartError(f"{flag(name)} must be at least {low}, got {value}")
+    if value > high:
+        raise StartError(f"{flag(name)} must be at most {high}, got {value}")
 
 
 def flag(name: str) -> str:
@@ -232,9 +281,9 @@ def parse_size(text: str) -> int:
     unit = text.strip()[len(number) :].lower()
     try:
         value = float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
+        return int(value)
+    except (ValueError, KeyError, OverflowError):
         raise StartError(f"{text!r} is not a size; write a number with a unit such as 512MiB or 2GB") from None
-    return int(value)
 
 
 def format_size(num_bytes: float) -> str:

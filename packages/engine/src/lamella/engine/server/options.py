@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,9 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise StartError(f"cannot listen on host {host!r}: {error}") from None
+        raise StartError(
+            f"cannot listen on host {host!r}: {error}; give an address of this machine with --host"
+        ) from None
     sock = socket.socket(family, kind, protocol)
     try:
         # a port whose last server ended a moment ago may be taken; one that is listened on may not
@@ -72,4 +75,8 @@ def listen(sock: socket.socket, backlog: int = 2048) -> None:
 
 
 def _why(host: str, port: int, error: OSError) -> str:
-    return f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port (0 picks a free one)"
+    remedy = {
+        errno.EADDRNOTAVAIL: "give an address of this machine with --host",
+        errno.EACCES: "this port is for administrators; choose a --port above 1023",
+    }.get(error.errno or 0, "choose another --port (0 picks a free one)")
+    return f"cannot listen on {host}:{port}: {error.strerror or error}; {remedy}"

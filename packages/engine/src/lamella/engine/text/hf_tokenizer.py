@@ -72,7 +72,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise StartError(f"{file} must hold a JSON object, found {type(value).__name__}")
@@ -96,7 +96,9 @@ def _content(token: Any) -> str | None:
     """A special token is written as text or as an object with its text under "content"."""
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) and token else None
+    if not isinstance(token, str) or any("\ud800" <= character <= "\udfff" for character in token):
+        return None
+    return token or None
 
 
 def _flag(config: dict[str, Any], name: str) -> bool | None:
@@ -111,7 +113,7 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
         return
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for _, entry in sorted((int(id), entry) for id, entry in listed.items() if id.isdigit()):
-        content = _content(entry)
+        content = _content(entry) if isinstance(entry, dict) else None
         if content is None or content in known:
             continue
         token = tokenizers.AddedToken(
@@ -144,9 +146,10 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(written, str):
         templates["default"] = written
     elif isinstance(written, list):
-        templates.update(
-            {entry["name"]: entry["template"] for entry in written if "name" in entry and "template" in entry}
-        )
+        for entry in written:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+            if isinstance(name, str) and isinstance(text, str):
+                templates[name] = text
     elif isinstance(written, dict):
         templates.update({name: text for name, text in written.items() if isinstance(text, str)})
     older = read_json(folder / "chat_template.json").get("chat_template")
