@@ -46,7 +46,7 @@ class LayerRun {
       // rows that every lane makes for itself lie apart
       const int copies = rows <= kRedundantTokens ? lanes : 1;
       for (int lane = 0; lane < copies; ++lane) {
-        qkv_in_[i].push_back(Inputs::take(scratch, kernels_, rows, layer.qkv));
+        qkv_in_[i].push_back(Inputs::take_fine(scratch, kernels_, rows, layer.qkv));
         o_in_[i].push_back(Inputs::take_fine(scratch, kernels_, rows, layer.o));
         if (!layer.moe) mlp_in_[i].push_back(Inputs::take(scratch, kernels_, rows, layer.gate_up));
       }

@@ -36,7 +36,7 @@ struct Linear {
 //   rows    |<- max_block ->|<- max_block ->| ... |<- 8 ->|<- rest ->|     each block lies on its own
 //
 // Fine inputs hold each row as two: rounded to 8 bits, and the rounded remainder. Their products are added. That is twice
-// the work, and for what follows softmax or the last norm it is worth it.
+// the work; where results react to it most (queries and keys, what attention gives, logits) it is worth it.
 class Inputs {
  public:
   // Room for `rows` rows; what they hold is put in afterwards.

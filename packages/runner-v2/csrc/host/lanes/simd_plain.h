@@ -1,5 +1,10 @@
-// No intrinsics: loops of fixed length, which a compiler turns into whatever vectors the target has.
+// Loops of fixed length, which a compiler turns into whatever vectors the target has. The only intrinsics are Arm's dot
+// product, where the compiler's target has it (every Apple processor).
 #pragma once
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
 
 namespace lamella::host {
 namespace {
@@ -177,6 +182,31 @@ inline PartBytes shift(PartBytes x) {
 // Running sum of codes * activations over up to eight sets of four inputs, for each row; codes < 2^kBits.
 template <int kBits>
 struct DotSum {
+#if defined(__ARM_FEATURE_DOTPROD)
+  int32x4_t total[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
+  int32x4_t shifted = vdupq_n_s32(0);  // 8-bit codes go in as code - 128: the sum of what they were multiplied by
+
+  // set number s of the group
+  void add(int, const PartBytes& codes, const PartBytes& activations) {
+    int32_t word;
+    __builtin_memcpy(&word, activations.v, 4);
+    const int8x16_t a = vreinterpretq_s8_s32(vdupq_n_s32(word));
+    for (int i = 0; i < 4; ++i) {
+      uint8x16_t u = vld1q_u8(codes.v + 16 * i);
+      if (kBits == 8) u = veorq_u8(u, vdupq_n_u8(0x80));
+      total[i] = vdotq_s32(total[i], vreinterpretq_s8_u8(u), a);
+    }
+    if (kBits == 8) shifted = vdotq_s32(shifted, vdupq_n_s8(1), a);
+  }
+  PartFloats value() const {
+    PartFloats out;
+    for (int i = 0; i < 4; ++i) {
+      const int32x4_t sum = kBits == 8 ? vaddq_s32(total[i], vshlq_n_s32(shifted, 7)) : total[i];
+      vst1q_f32(out.v + 4 * i, vcvtq_f32_s32(sum));
+    }
+    return out;
+  }
+#else
   int32_t total[16] = {};
 
   // set number s of the group
@@ -188,6 +218,7 @@ struct DotSum {
     }
   }
   PartFloats value() const { LAMELLA_EACH(static_cast<float>(total[i])); }
+#endif
 };
 
 #undef LAMELLA_EACH
