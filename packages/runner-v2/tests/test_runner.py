@@ -199,6 +199,22 @@ class TestFailures:
         assert hand.outputs[-1].failed == ()
         assert hand.outputs[-1].token_ids == twin.outputs[-1].token_ids
 
+    def test_a_row_without_an_allowed_token_is_named(self, model: TinyModel) -> None:
+        runner, hand = start(model)
+        barred = RowParams(temperature=0.0, allowed_ids=(4, 5), stop_ids=(4,), min_tokens=1, bad_words=((5,),))
+        rows = [hand.add(PROMPTS[0]), hand.add(PROMPTS[1], barred), hand.add(PROMPTS[2])]
+        runner._caches[0].v[hand.tables[2][0][0], 0, 2] = torch.nan
+        hand.step({row: len(hand.ids[row]) for row in rows[:2]})
+        output = hand.outputs[-1]
+        assert output.failed == ((1, "no token is allowed: every logit is -inf"),)
+        assert output.forbidden == (1,)
+        assert output.num_tokens == [1, 0]
+        hand.prefill(rows[2], [10])
+        runner._caches[0].v[hand.tables[2][0][0], 0, 2] = torch.nan
+        output = hand.step({rows[2]: 1})
+        assert output.failed == ((2, "the logits contain NaN"),)
+        assert output.forbidden == ()
+
     def test_layout(self, model: TinyModel) -> None:
         runner, _ = start(model)
         with pytest.raises(ConfigError, match="2 groups, the model 1"):

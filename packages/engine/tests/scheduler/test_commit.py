@@ -164,9 +164,29 @@ def test_a_failed_row_ends_alone_and_leaves_nothing_to_hit(rig: MakeRig, ids: Id
     told = r.finish()
     (delta,) = told[bad.request_id, 0]
     assert (delta.finish_reason, delta.token_ids, delta.error) == ("error", [], "logits are NaN")
+    assert delta.error_status == 500
     assert ids(told[good.request_id, 0]) == OUTPUT
     r.add([1] * 12 + [2], max_tokens=1)
     assert r.plan().added[0].computed_len == 0
+
+
+@pytest.mark.parametrize("max_num_drafts", [0, 3])
+def test_a_request_that_forbids_every_token_is_to_blame(rig: MakeRig, ids: Ids, max_num_drafts: int) -> None:
+    r = rig(max_num_drafts=max_num_drafts)
+    bad = r.add(PROMPT, allowed_token_ids=[5, 6], stop_token_ids=[5], eos_ids=[6], min_tokens=2)
+    good = r.add(PROMPT)
+    told = r.finish()
+    (delta,) = told[bad.request_id, 0]
+    assert (delta.finish_reason, delta.error_status) == ("error", 400)
+    assert all(name in delta.error for name in ("allowed_token_ids", "bad_words", "min_tokens"))
+    assert ids(told[good.request_id, 0]) == OUTPUT
+
+
+def test_a_model_that_rules_every_token_out_is_not_the_requests_fault(rig: MakeRig) -> None:
+    r = rig(model=FakeModel(vocab_size=0))
+    r.add(PROMPT)
+    (delta,) = r.finish()["r0", 0]
+    assert (delta.error, delta.error_status) == ("no token is allowed", 500)
 
 
 def test_ended_sequences_hold_nothing_when_commit_returns(rig: MakeRig) -> None:

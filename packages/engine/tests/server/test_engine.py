@@ -60,8 +60,8 @@ def test_many_clients_get_what_each_would_get_alone(core: EngineCore, server: Se
                 return answer.choices[0].text
 
             alone = [await ask(i) for i in range(4)]
-            together = await asyncio.gather(*(ask(i) for i in range(24)))
-            assert together == [alone[i % 4] for i in range(24)]
+            together = await asyncio.gather(*(ask(i) for i in range(64)))
+            assert together == [alone[i % 4] for i in range(64)]
             assert len(set(alone)) == 4
 
     asyncio.run(main())
@@ -114,4 +114,16 @@ def test_a_stop_string_ends_one_of_several(core: EngineCore, server: ServerThrea
     assert {choice["finish_reason"] for choice in choices} <= {"stop", "length"}
     assert any(choice["stop_reason"] for choice in choices)
     assert not any(letter in choice["text"] for choice in choices for letter in "ae\ufffd")
+    idle(core)
+
+
+def test_a_request_that_forbids_every_token_is_a_mistake_of_its_client(core: EngineCore, server: ServerThread) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        body = {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [65], "stop_token_ids": [65], "min_tokens": 2}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert all(name in error["message"] for name in ("allowed_token_ids", "bad_words", "min_tokens"))
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4}).status_code == 200
     idle(core)

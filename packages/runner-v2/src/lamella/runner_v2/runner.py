@@ -33,7 +33,7 @@ from lamella.runner_v2.parallel.groups import SoloGroup
 from lamella.runner_v2.prompt_scores import PromptScores
 from lamella.runner_v2.protocols import KvMover, Speculator
 from lamella.runner_v2.sampling.host import pick_kernels
-from lamella.runner_v2.sampling.rows import SampleResult
+from lamella.runner_v2.sampling.rows import NONE_ALLOWED, REASONS, SampleResult
 from lamella.runner_v2.sampling.sampler import Sampler
 from lamella.runner_v2.stack import Hooks
 from lamella.runner_v2.state import SequenceState
@@ -240,7 +240,7 @@ class ModelRunner:
         num_tokens = np.zeros(layout.num_rows, dtype=np.int64)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] | None = None
-        failed: dict[int, str] = {}
+        failed: dict[int, int] = {}
         if computed.sample is not None and computed.host is not None:
             sample, host = computed.sample, computed.host
             failed = _failures(sample, host, layout)
@@ -269,7 +269,10 @@ class ModelRunner:
             num_drafts=num_drafts,
             logprobs=logprobs,
             prompt_logprobs=computed.prompt_logprobs,
-            failed=tuple((int(layout.rows[layout.sampled[i]]), why) for i, why in sorted(failed.items())),
+            failed=tuple((int(layout.rows[layout.sampled[i]]), REASONS[s]) for i, s in sorted(failed.items())),
+            forbidden=tuple(
+                int(layout.rows[layout.sampled[i]]) for i, s in sorted(failed.items()) if s == NONE_ALLOWED
+            ),
         )
 
     def _class(self, layout: BatchLayout, step: Step) -> SamplingClass:
@@ -280,11 +283,11 @@ class ModelRunner:
         return "random" if self._is_random[layout.rows[layout.sampled]].any() else "greedy"
 
 
-def _failures(sample: SampleResult, host: HostResult, layout: BatchLayout) -> dict[int, str]:
-    """Sampling rows (by index) whose result is unusable -> reason. What follows a rejected draft does not count."""
-    failed: dict[int, str] = {}
-    for logits_row, reason in sample.failed:
+def _failures(sample: SampleResult, host: HostResult, layout: BatchLayout) -> dict[int, int]:
+    """Sampling rows (by index) whose result is unusable -> their status. What follows a rejected draft does not count."""
+    failed: dict[int, int] = {}
+    for logits_row, status in sample.statuses:
         place = int(np.searchsorted(layout.sampled_start, logits_row, side="right")) - 1
         if layout.draft_idx[logits_row] <= host.num_accepted[place]:
-            failed.setdefault(place, reason)
+            failed.setdefault(place, status)
     return failed

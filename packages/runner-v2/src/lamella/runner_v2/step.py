@@ -150,9 +150,11 @@ class StepOutput(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     """Row -> entries for the prompt tokens whose predecessor was computed in this step, in order."""
     failed: tuple[tuple[int, str], ...] = ()
-    """(row, reason): rows whose result is unusable (NaN logits); the others are good."""
+    """(row, reason): rows whose result is unusable (NaN logits, no token allowed); the others are good."""
     seconds: float = 0.0
     """Time that the runner worked on it."""
+    forbidden: tuple[int, ...] = ()
+    """Rows of `failed` that have no token to choose: every logit is -inf."""
 
 
 class Mask(NamedTuple):

@@ -14,6 +14,10 @@ from lamella.engine.scheduler.books import Books, InFlight, ending
 from lamella.engine.sequence import Sequence
 from lamella.runner_v2.step import StepOutput, TokenLogprobs
 
+NOTHING_LEFT = (
+    "allowed_token_ids, bad_words and min_tokens (no end or stop id before it) together leave no token to choose"
+)
+
 
 def commit(books: Books, output: StepOutput) -> list[Delta]:
     """Commit the oldest step in flight. Rows whose sequence has ended meanwhile are dropped.
@@ -102,7 +106,7 @@ class _Commit:
         """Any row: a chunk, several tokens, log-probabilities, a failure."""
         books = self._books
         if sequence.row in self._failed:
-            self._deltas.append(ending(sequence, "error", self._failed[sequence.row]))
+            self._deltas.append(self._failure(sequence))
             books.finish(sequence, discard=True)
             return
         if self._output.prompt_logprobs is not None:
@@ -121,6 +125,15 @@ class _Commit:
         if sequence.num_logprobs is not None and self._output.logprobs is not None:
             logprobs = [_logprob(entry) for entry in self._output.logprobs[start:end] if entry is not None]
         self._emit(sequence, self._output.token_ids[start:end], logprobs)
+
+    def _failure(self, sequence: Sequence) -> Delta:
+        """The last delta of a row that failed. Without a token to choose the request is to blame, if it forbids any."""
+        row, params = sequence.row, sequence.params
+        if row in self._output.forbidden and (params.allowed_ids is not None or params.bad_words or params.min_tokens):
+            delta = ending(sequence, "error", NOTHING_LEFT)
+            delta.error_status = 400
+            return delta
+        return ending(sequence, "error", self._failed[row])
 
     def _emit(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> None:
         """Append ids up to the first that ends the sequence, and tell them."""

@@ -82,11 +82,16 @@ class SampleResult(NamedTuple):
     """Per logits row; None where the row did not ask. Of the raw logits."""
 
     @property
-    def failed(self) -> list[tuple[int, str]]:
-        """(index of the logits row, reason), to be read on the host."""
+    def statuses(self) -> list[tuple[int, int]]:
+        """(index of the logits row, status) of those that failed, to be read on the host."""
         if not self.status.any():
             return []
-        return [(i, REASONS[s]) for i, s in enumerate(self.status.tolist()) if s != OK]
+        return [(i, s) for i, s in enumerate(self.status.tolist()) if s != OK]
+
+    @property
+    def failed(self) -> list[tuple[int, str]]:
+        """The same with reasons."""
+        return [(i, REASONS[s]) for i, s in self.statuses]
 
 
 class RowTransform(Protocol):

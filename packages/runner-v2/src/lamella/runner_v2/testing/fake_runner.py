@@ -31,12 +31,19 @@ from lamella.runner_v2.step import (
     Work,
 )
 
+NOT_A_NUMBER = "logits are NaN"
+NONE_ALLOWED = "no token is allowed"
+
 ENTRY_BYTES = 8
 POISON = b"\xff"
 
 _entry = struct.Struct("<iI")
 _site = struct.Struct("<iq")
 _u64 = struct.Struct("<Qq")
+
+
+class NoneAllowed(Exception):
+    """The parameters of a row leave no id to choose."""
 
 
 class FakeModel(NamedTuple):
@@ -63,7 +70,7 @@ class FakeModel(NamedTuple):
         return output
 
     def choose(self, tag: int, params: RowParams, position: int, num_output: int, words: bytes | None = None) -> int:
-        """The id at `position`, sampled from the "logits" behind tag."""
+        """The id at `position`, sampled from the "logits" behind tag. Raises NoneAllowed."""
         noise = tag if params.greedy else crc32(_u64.pack(params.seed, position), tag)
         stops = params.stop_ids if num_output < params.min_tokens else ()
         for offset in range(self.vocab_size):
@@ -72,7 +79,7 @@ class FakeModel(NamedTuple):
                 continue
             if words is None or words[token // 8] >> (token % 8) & 1:
                 return token
-        raise AssertionError("no id is allowed")
+        raise NoneAllowed
 
     def logprobs(self, tag: int, token: int, count: int) -> TokenLogprobs:
         """Invented, but a function of the tag: `token` first, then the `count` best (-1: all)."""
@@ -144,7 +151,7 @@ class _Row:
         self.params = new.params
         self.tables = [list(table) for table in new.blocks]
         self.drafts: list[int] = []
-        self.failed = False
+        self.failed: str | None = None
         """What it computes from now on is rubbish; steps that were planned before this was known still have it."""
 
 
@@ -152,7 +159,7 @@ class _Result(NamedTuple):
     token_ids: list[int]
     tags: list[int]
     prompt_logprobs: list[TokenLogprobs] | None
-    failed: bool
+    failed: str | None
 
 
 class FakeRunner:
@@ -269,7 +276,7 @@ class FakeRunner:
     ) -> _Result:
         row = self.rows[row_id]
         if row.failed:
-            return _Result([], [], None, True)
+            return _Result([], [], None, row.failed)
         start = row.computed_len
         num_given = query_len - verify_len
         assert num_given >= 1
@@ -283,8 +290,7 @@ class FakeRunner:
         tags = [context.push(token) for token in tokens]
         self._write(row, start, tokens, tags)
         if self.model.fail_id is not None and self.model.fail_id in tokens[:num_given]:
-            row.failed = True
-            return _Result([], [], None, True)
+            return self._fail(row, NOT_A_NUMBER)
         prompt_logprobs = None
         if row.params.num_prompt_logprobs is not None:
             behind = row.ids[start + 1 : min(start + num_given, row.prompt_len - 1) + 1]
@@ -292,24 +298,30 @@ class FakeRunner:
             prompt_logprobs = [self.model.logprobs(tag, token, count) for tag, token in zip(tags, behind)]
         if not emits:
             row.computed_len += query_len
-            return _Result([], [], prompt_logprobs, False)
+            return _Result([], [], prompt_logprobs, None)
         emitted: list[int] = []
         for draft_idx in range(verify_len + 1):
             position = start + num_given + draft_idx
             words = allowed.get((row_id, draft_idx))
             assert words is not None or not masked, f"row {row_id} waits for the mask of draft {draft_idx}"
-            token = self.model.choose(
-                tags[num_given - 1 + draft_idx], row.params, position, position - row.prompt_len, words
-            )
+            try:
+                token = self.model.choose(
+                    tags[num_given - 1 + draft_idx], row.params, position, position - row.prompt_len, words
+                )
+            except NoneAllowed:
+                return self._fail(row, NONE_ALLOWED)
             emitted.append(token)
             if draft_idx == verify_len or drafts[draft_idx] != token:
                 break
             if token == self.model.fail_id and not set(emitted) & set(row.params.stop_ids):
-                row.failed = True  # behind a stop id nobody looks
-                return _Result([], [], None, True)
+                return self._fail(row, NOT_A_NUMBER)  # behind a stop id nobody looks
         row.ids += emitted
         row.computed_len += num_given + len(emitted) - 1
-        return _Result(emitted, tags[num_given - 1 :][: len(emitted)], prompt_logprobs, False)
+        return _Result(emitted, tags[num_given - 1 :][: len(emitted)], prompt_logprobs, None)
+
+    def _fail(self, row: _Row, reason: str) -> _Result:
+        row.failed = reason
+        return _Result([], [], None, reason)
 
     def _read(self, row: _Row, position: int) -> Context:
         """Gather what a token at `position` and those behind it read, through the block tables."""
@@ -349,7 +361,10 @@ class FakeRunner:
         tag = context.push(token)
         for n in range(tag % (propose_len + 1)):
             position = row.computed_len + 1 + n
-            token = self.model.choose(tag, row.params, position, position - row.prompt_len)
+            try:
+                token = self.model.choose(tag, row.params, position, position - row.prompt_len)
+            except NoneAllowed:
+                break
             if crc32(b"spoil", tag) % 4 == 0:
                 token = (token + 1) % self.model.vocab_size
             row.drafts.append(token)
@@ -380,5 +395,6 @@ class FakeRunner:
             num_drafts=num_drafts if any(num_drafts) else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs or None,
-            failed=tuple((row, "logits are NaN") for row, result in zip(work.rows, results) if result.failed),
+            failed=tuple((row, result.failed) for row, result in zip(work.rows, results) if result.failed),
+            forbidden=tuple(row for row, result in zip(work.rows, results) if result.failed == NONE_ALLOWED),
         )
