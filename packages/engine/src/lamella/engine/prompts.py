@@ -31,6 +31,9 @@ def ask(
     add_special_tokens: bool = True,
 ) -> Asked:
     """Check prompt and parameters, and make a request of them. Raises RequestError naming what is wrong."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}", "sampling_params")
+    params = params.typed()
     params.validate(intake.vocab_size, max_logprobs)
     cache_salt = None
     if isinstance(prompt, Mapping):
@@ -43,12 +46,23 @@ def ask(
             )
         cache_salt = prompt.get("cache_salt")
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if not isinstance(cache_salt, str | None):
+            raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}", "cache_salt")
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
+        raise RequestError(f"priority must be an integer of 32 bits, got {priority!r}", "priority")
     if not isinstance(prompt, (str, list, tuple)):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
     request = intake.request(
         prompt, params, add_special_tokens=add_special_tokens, priority=priority, cache_salt=cache_salt
     )
     return Asked(request, prompt if isinstance(prompt, str) else None)
+
+
+def check_streams(asked: Asked) -> None:
+    """Raise RequestError if a stream of text, which is of one answer, would have several."""
+    n = asked.request.params.n
+    if n != 1:
+        raise RequestError(f"a stream is of one answer, but n is {n}", "n")
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

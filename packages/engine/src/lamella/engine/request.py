@@ -6,6 +6,7 @@ A request owns n sequences (index 0 .. n-1). No torch here.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -54,6 +55,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+
+    def typed(self) -> SamplingParams:
+        """The same with every field of its type: Python checks none when it makes one. A text given for stop or
+        bad_words is the only entry of its list. Raise RequestError naming the first field of another type."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name in ("stop", "bad_words"):
+            if isinstance(fields[name], str):
+                fields[name] = [fields[name]]
+        try:
+            return msgspec.convert(fields, SamplingParams)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at ")
+            found = re.search(r"\$\.(\w+)", where)
+            name = found.group(1) if found else "sampling_params"
+            raise RequestError(f"{name}: {what[:1].lower()}{what[1:]}", name) from None
 
     def validate(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise RequestError naming the first field that is out of range."""
