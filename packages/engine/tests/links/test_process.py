@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -67,6 +68,18 @@ def test_requests_and_calls_go_through_the_process() -> None:
         await client.close()
         assert link._process.returncode == 0
         assert not link._endpoint.folder.exists()
+
+    asyncio.run(main())
+
+
+def test_a_message_that_cannot_be_read_disturbs_no_other() -> None:
+    async def main() -> None:
+        async with started() as (client, link):
+            await client.call("echo", {})
+            for frame in (b"", b"garbage", msgspec.msgpack.encode(["add", ["r", [1], {"max_tokens": 2.5}, 1, []]])):
+                link._push.send(frame)
+            ids = [token_id async for delta in client.submit(request("a")) for token_id in delta.token_ids]
+            assert bytes(ids[:-1]) == b"abc"
 
     asyncio.run(main())
 

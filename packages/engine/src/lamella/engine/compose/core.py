@@ -159,7 +159,11 @@ def receive(address: str, inbox: Inbox) -> None:
 
     def run() -> None:
         while True:
-            inbox.put(to_core.decode(socket.recv()))
+            frame = socket.recv()
+            try:
+                inbox.put(to_core.decode(frame))
+            except msgspec.DecodeError:  # the fault of one message, and the others are in the same core
+                log.exception("a message of %d bytes cannot be read and is dropped", len(frame))
 
     threading.Thread(target=run, name="core-input", daemon=True).start()
 
