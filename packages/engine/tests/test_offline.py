@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lamella.engine import LLM, AsyncLLM, SamplingParams
-from lamella.engine.errors import EngineError, RequestError, StartError
+from lamella.engine.errors import EngineDeadError, EngineError, RequestError, StartError
 from lamella.runner_v2.testing.tiny_models import write_folder
 
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
@@ -143,6 +147,155 @@ def test_a_closed_engine_says_so(folder: str) -> None:
     assert "".join(stream) == ""
     with pytest.raises(EngineError, match="closed"):
         llm.generate("x", GREEDY)
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int, act: Callable[[], None]) -> None:
+    """Have the worker do something at the beginning of its step of that number, counted from now."""
+    worker: Any = llm._core._executor._worker  # type: ignore[attr-defined]
+    run, numbers = worker.step, iter(range(1, 10**6))
+
+    def step(step: Any) -> Any:
+        if next(numbers) == number:
+            act()
+        return run(step)
+
+    monkeypatch.setattr(worker, "step", step)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_interrupt_waits_for_the_end_of_its_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    handler = signal.getsignal(signal.SIGINT)
+    before_step(monkeypatch, llm, number, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+
+
+def test_an_interrupted_stream_can_go_on_and_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS[:2]]
+    first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+    before_step(monkeypatch, llm, 3, interrupt)
+    pieces: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        pieces.extend(first)
+    text = first.output.outputs[0].text
+    assert text == expected[0][: len(text)] != ""
+    first.close()
+    assert "".join(second) == expected[1]
+    assert llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0].finished
+
+
+def test_an_interrupt_goes_to_the_handler_that_the_program_set(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    try:
+        before_step(monkeypatch, llm, 2, interrupt)
+        assert llm.generate("x", GREEDY)[0].finished
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert numbers == [signal.SIGINT]
+
+
+def test_another_thread_than_the_main_one_can_drive_the_engine(llm: LLM) -> None:
+    outputs: list[Any] = []
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPTS, GREEDY)))
+    thread.start()
+    thread.join()
+    assert [output.finished for output in outputs] == [True] * 3
+
+
+def test_a_step_that_fails_ends_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("the memory is broken")
+
+    with LLM(folder, **OPTIONS) as llm:
+        other = llm.stream(PROMPTS[1], GREEDY)
+        before_step(monkeypatch, llm, 2, fail)
+        with pytest.raises(EngineDeadError, match="RuntimeError: the memory is broken"):
+            llm.generate(PROMPTS[0], GREEDY)
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.generate("x", GREEDY),
+            lambda: llm.stream("x", GREEDY),
+            lambda: list(llm.generate_as_finished(["x"], GREEDY)),
+            lambda: list(other),
+            llm.reset_prefix_cache,
+        ]
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="RuntimeError: the memory is broken"):
+                call()
+
+
+def test_a_broken_invariant_of_the_core_ends_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        monkeypatch.setattr(llm._core._scheduler, "commit", lambda output: [][0])  # type: ignore[attr-defined]
+        with pytest.raises(IndexError):
+            llm.generate("x", GREEDY)
+        with pytest.raises(EngineDeadError, match="IndexError: list index out of range"):
+            llm.generate("x", GREEDY)
+
+
+def test_outputs_come_as_finished_also_while_a_stream_makes_the_steps(llm: LLM) -> None:
+    lengths = [9, 2, 5]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate_as_finished(PROMPTS, params)
+    first = next(outputs)
+    stream = llm.stream("x", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert len(list(stream)) > 0
+    steps = llm.stats().steps
+    assert [len(o.outputs[0].token_ids) for o in (first, *outputs)] == sorted(lengths)
+    assert llm.stats().steps == steps, "they had ended before"
+
+
+def test_a_stream_has_one_answer(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n is 2") as info:
+        llm.stream("x", SamplingParams(n=2))
+    assert info.value.param == "n"
+    with pytest.raises(RequestError, match="n is 2"):
+        llm.stream_chat([{"role": "user", "content": "hi"}], SamplingParams(n=2))
+
+
+def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
+    for call in (llm.generate, llm.generate_as_finished):
+        with pytest.raises(RequestError, match="3 prompts but 2 priorities") as info:
+            list(call(PROMPTS, GREEDY, priority=[0, 0]))
+        assert info.value.param == "priority"
+    with pytest.raises(RequestError, match="1 prompts but 2 priorities"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, priority=[0, 0])
+
+
+def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
+    for fields, param in (
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"n": True}, "n"),
+        ({"stop": [b"x"]}, "stop"),
+        ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+        ({"temperature": "hot"}, "temperature"),
+    ):
+        with pytest.raises(RequestError, match=param) as info:
+            llm.generate("x", SamplingParams(**fields))  # type: ignore[arg-type]
+        assert info.value.param == param
+    with pytest.raises(RequestError, match="not str"):
+        llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="cache_salt must be a text, not int"):
+        llm.generate({"prompt": "x", "cache_salt": 3}, GREEDY)
+    with pytest.raises(RequestError, match="priority"):
+        llm.generate(["x"], GREEDY, priority=[1.5])  # type: ignore[list-item]
+
+
+def test_one_text_is_one_stop(llm: LLM) -> None:
+    text = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))[0].outputs[0].text
+    stop = text[4:7]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=stop)  # type: ignore[arg-type]
+    completion = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert (completion.text, completion.stop_reason) == (text[: text.index(stop)], stop)
 
 
 def test_async_answers_are_those_of_the_offline_engine(folder: str, llm: LLM) -> None:

@@ -2,7 +2,8 @@
 
     prompts ─► Intake ─► core.add            core.run_once ─► deltas ─► Generation ─► outputs
 
-The core steps while a caller waits for output, and only then; several streams share its steps.
+The core steps while a caller waits for output, and only then; several streams share its steps. Ctrl-C ends a wait
+between two steps, never within one. What is raised out of a step ends the engine.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from tqdm import tqdm
 from lamella.engine.compose.build import build_core
 from lamella.engine.compose.front import CoreConfig, load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
-from lamella.engine.errors import EngineError
+from lamella.engine.errors import EngineDeadError, EngineError, RequestError
 from lamella.engine.generation import Generation
 from lamella.engine.intake import Intake
+from lamella.engine.interrupts import InterruptsHeld
 from lamella.engine.outputs import RequestOutput, request_output
-from lamella.engine.prompts import Asked, Messages, Prompt, ask, listed_params, listed_prompts
+from lamella.engine.prompts import Asked, Messages, Prompt, ask, check_streams, listed_params, listed_prompts
 from lamella.engine.request import SamplingParams
 from lamella.engine.text.output import Piece
 from lamella.engine.text.tokenizer import Tokenizer
-from lamella.engine.wire import CoreInfo, Stats, sequence_id
+from lamella.engine.wire import Batch, CoreInfo, Stats, sequence_id
 
 
 class LLM:
@@ -51,6 +53,7 @@ class LLM:
         self._options = options
         self._open: dict[str, _Running] = {}
         self._closed = False
+        self._dead: str | None = None
         front = load_front(options, progress=progress)
         self._tokenizer = front.tokenizer
         self._template = front.template
@@ -84,7 +87,8 @@ class LLM:
         """Continue each prompt; outputs in the order of the prompts.
 
         A request that cannot be served raises RequestError before anything runs. One that fails while it runs has
-        finish_reason "error" and does not disturb the others.
+        finish_reason "error" and does not disturb the others. A step that fails as a whole ends the engine: it is
+        raised, and everything from then on raises EngineDeadError.
         """
         running = self._submit_all(prompts, sampling_params, priority)
         with tqdm(total=len(running), disable=not use_tqdm, unit="request") as bar:
@@ -96,9 +100,11 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """As generate, but each output as soon as it is complete."""
-        for entry in self._finishing(self._submit_all(prompts, sampling_params, None)):
+        for entry in self._finishing(self._submit_all(prompts, sampling_params, priority)):
             yield entry.output()
 
     def chat(
@@ -109,6 +115,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; each is a list of {"role": ..., "content": ...}."""
@@ -123,12 +130,14 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
         """Continue one prompt; iterate over the pieces of text. For n = 1."""
         (params,) = self._params(sampling_params, 1)
-        return TextStream(self, self._submit([self._ask(prompt, params)])[0])
+        asked = self._ask(prompt, params)
+        check_streams(asked)
+        return TextStream(self, self._submit([asked])[0])
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> TextStream:
         """Answer one conversation; iterate over the pieces of text. For n = 1."""
@@ -142,6 +151,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that run keep their blocks, and leave none in the cache."""
+        self._check_alive()
         self._core.call("reset_prefix_cache", {})
 
     def close(self) -> None:
@@ -191,6 +201,8 @@ class LLM:
     ) -> list[_Running]:
         listed = listed_prompts(prompts)
         priorities = priority if priority is not None else [0] * len(listed)
+        if len(priorities) != len(listed):
+            raise RequestError(f"{len(listed)} prompts but {len(priorities)} priorities", "priority")
         asked = [
             self._ask(prompt, p, order)
             for prompt, p, order in zip(listed, self._params(params, len(listed)), priorities, strict=True)
@@ -198,36 +210,57 @@ class LLM:
         return self._submit(asked)
 
     def _submit(self, asked: Sequence[Asked]) -> list[_Running]:
+        """All or none."""
+        self._check_alive()
+        running: list[_Running] = []
+        try:
+            with InterruptsHeld():
+                for request, text in asked:
+                    entry = _Running(Generation(request, self._tokenizer, request.arrival_s), text)
+                    self._core.submit(request)
+                    self._open[request.request_id] = entry
+                    running.append(entry)
+        except BaseException:
+            for entry in running:
+                self._abort(entry)
+            raise
+        return running
+
+    def _check_alive(self) -> None:
         if self._closed:
             raise EngineError("the engine was closed")
-        running = []
-        for request, text in asked:
-            entry = _Running(Generation(request, self._tokenizer, request.arrival_s), text)
-            self._open[request.request_id] = entry
-            self._core.add(request)
-            running.append(entry)
-        return running
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine ended: {self._dead}")
 
     def _finishing(self, running: Sequence[_Running]) -> Iterator[_Running]:
         """Step until all have ended; each as it ends. Leaving early aborts the rest."""
-        waiting = list(running)
+        ended: deque[_Running] = deque()
+        for entry in running:
+            entry.ended = ended
         try:
-            while waiting:
-                self._step()
-                for entry in [entry for entry in waiting if entry.generation.finished]:
-                    waiting.remove(entry)
-                    yield entry
+            for _ in running:
+                while not ended:
+                    self._step()
+                yield ended.popleft()
         finally:
-            for entry in waiting:
+            for entry in running:
                 self._abort(entry)
 
     def _step(self) -> None:
         """One round of the core; its deltas go to their generations."""
+        self._check_alive()
         if not self._core.has_work:
-            raise EngineError("nothing runs that could still answer: the engine was closed or lost a request")
-        batch = self._core.run_once()
-        if batch is None:
-            return
+            raise EngineError("nothing runs that could still answer: the engine lost a request")
+        with InterruptsHeld():
+            try:
+                batch = self._core.run_once()
+            except BaseException as error:  # the step may be half done: nothing can follow it
+                self._dead = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                raise
+            if batch is not None:
+                self._deliver(batch)
+
+    def _deliver(self, batch: Batch) -> None:
         now = time.monotonic()
         for delta in batch.deltas:
             entry = self._open.get(delta.request_id)
@@ -242,6 +275,8 @@ class LLM:
                 entry.pieces.append(piece)
             if entry.generation.finished:
                 del self._open[delta.request_id]
+                if entry.ended is not None:
+                    entry.ended.append(entry)
 
     def _abort(self, entry: _Running) -> None:
         request_id = entry.generation.request.request_id
@@ -250,14 +285,15 @@ class LLM:
 
 
 class _Running:
-    """A request in the core, and the pieces that its stream has not taken yet."""
+    """A request in the core, the pieces that its stream has not taken yet, and where to put it once it has ended."""
 
-    __slots__ = ("generation", "pieces", "text")
+    __slots__ = ("ended", "generation", "pieces", "text")
 
     def __init__(self, generation: Generation, text: str | None) -> None:
         self.generation = generation
         self.text = text
         self.pieces: deque[Piece] | None = None
+        self.ended: deque[_Running] | None = None
 
     def output(self) -> RequestOutput:
         return request_output(self.generation, self.text)
