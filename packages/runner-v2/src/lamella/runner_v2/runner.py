@@ -260,6 +260,7 @@ class ModelRunner:
         num_drafts = None
         if self._drafting is not None and layout.num_rows:
             num_drafts = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
+        by_row = [(int(layout.rows[layout.sampled[i]]), status) for i, status in sorted(failed.items())]
         return StepOutput(
             step_id=step.step_id,
             rows=layout.work.rows,
@@ -269,10 +270,8 @@ class ModelRunner:
             num_drafts=num_drafts,
             logprobs=logprobs,
             prompt_logprobs=computed.prompt_logprobs,
-            failed=tuple((int(layout.rows[layout.sampled[i]]), REASONS[s]) for i, s in sorted(failed.items())),
-            forbidden=tuple(
-                int(layout.rows[layout.sampled[i]]) for i, s in sorted(failed.items()) if s == NONE_ALLOWED
-            ),
+            failed=tuple((row, REASONS[status]) for row, status in by_row),
+            forbidden=tuple(row for row, status in by_row if status == NONE_ALLOWED),
         )
 
     def _class(self, layout: BatchLayout, step: Step) -> SamplingClass:
@@ -284,7 +283,7 @@ class ModelRunner:
 
 
 def _failures(sample: SampleResult, host: HostResult, layout: BatchLayout) -> dict[int, int]:
-    """Sampling rows (by index) whose result is unusable -> their status. What follows a rejected draft does not count."""
+    """Sampling rows (by index) whose result is unusable -> status. What follows a rejected draft does not count."""
     failed: dict[int, int] = {}
     for logits_row, status in sample.statuses:
         place = int(np.searchsorted(layout.sampled_start, logits_row, side="right")) - 1

@@ -15,7 +15,7 @@ from lamella.engine.sequence import Sequence
 from lamella.runner_v2.step import StepOutput, TokenLogprobs
 
 NOTHING_LEFT = (
-    "allowed_token_ids, bad_words and min_tokens (no end or stop id before it) together leave no token to choose"
+    "allowed_token_ids, bad_words and min_tokens, which holds end and stop ids back, together leave no token to choose"
 )
 
 
