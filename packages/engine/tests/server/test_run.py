@@ -35,7 +35,7 @@ config, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 link = ProcessLink(FACTORY, config)
 print(link.pid, flush=True)
 sys.exit(run_server(
-    lambda: EngineClient(link),
+    lambda: EngineClient(link, progress=lambda text: print(text, flush=True)),
     byte_tokenizer(),
     ServerOptions(served_names=("m",), port=0, **options),
     started=lambda handle: print(handle.url, flush=True),
@@ -56,18 +56,29 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def server_process(config: dict[str, Any], **options: Any) -> Iterator[Server]:
+def loading_process(config: dict[str, Any], **options: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server whose core has begun to load, and that core's pid."""
     arguments = [sys.executable, "-c", PROGRAM, json.dumps(config), json.dumps(options)]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         core_pid = int(process.stdout.readline())
-        with httpx.Client(base_url=process.stdout.readline().strip(), timeout=20) as http:
-            yield Server(process, core_pid, http)
+        assert process.stdout.readline() == "reading the script\n"
+        yield process, core_pid
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+        process.stderr.close()
+
+
+@contextlib.contextmanager
+def server_process(config: dict[str, Any], **options: Any) -> Iterator[Server]:
+    with loading_process(config, **options) as (process, core_pid):
+        assert process.stdout is not None
+        with httpx.Client(base_url=process.stdout.readline().strip(), timeout=20) as http:
+            yield Server(process, core_pid, http)
 
 
 class Stream(threading.Thread):
@@ -121,6 +132,29 @@ def test_an_idle_server_ends_at_once() -> None:
         server.signal(signal.SIGINT)
         assert server.code() == 0
         assert time.monotonic() - begun_s < 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("both", [False, True], ids=["server alone", "both processes"])
+def test_a_signal_while_loading_ends_server_and_core(number: signal.Signals, both: bool) -> None:
+    with loading_process({"load_s": 60.0}) as (process, core_pid):
+        begun_s = time.monotonic()
+        if both:
+            os.kill(core_pid, number)
+        process.send_signal(number)
+        assert process.wait(15) == 0
+        assert time.monotonic() - begun_s < 5
+        assert not os.path.exists(f"/proc/{core_pid}")
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_core_killed_while_loading_ends_the_server_with_the_reason() -> None:
+    with loading_process({"load_s": 60.0}) as (process, core_pid):
+        os.kill(core_pid, signal.SIGKILL)
+        assert process.wait(15) == 1
+        assert process.stderr is not None
+        assert "StartError: the process ended by signal 9" in process.stderr.read()
 
 
 def test_a_signal_to_both_processes_loses_nothing() -> None:

@@ -1,8 +1,9 @@
 """The life of a server: start, serve, drain, end.
 
-engine ready ─► listen ─► serve ──┬─ SIGTERM, SIGINT ─► drain: new requests get 503, running ones finish ─► exit 0
+engine loads ─► listen ─► serve ──┬─ SIGTERM, SIGINT ─► drain: new requests get 503, running ones finish ─► exit 0
                                   │                     └ time is up, or a second signal: they fail ─► exit 0, 1
-                                  └─ the core died ─► everything open fails, /health says 503 ─► exit 1
+          │                       └─ the core died ─► everything open fails, /health says 503 ─► exit 1
+          └─ SIGTERM, SIGINT ─► the core ends, too ─► exit 0
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class _HttpServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
         self._code = 0
+        self._stopped = asyncio.Event()
+        """A signal came while the engine was loading."""
 
     async def serve_engine(
         self,
@@ -100,34 +103,60 @@ class _HttpServer(uvicorn.Server):
     ) -> int:
         """The whole life."""
         self._loop = asyncio.get_running_loop()
-        client = client_factory()
-        try:
-            await client.start()
-            listen(self.sock)
-            self._state = state = ServerState(client, tokenizer, template, self.options)
-            super().__init__(_config(state))
-            tasks = [asyncio.create_task(self._watch_core()), asyncio.create_task(self._report(started))]
-            if self.options.log_stats:
-                tasks.append(
-                    asyncio.create_task(throughput_log.run(lambda: client.stats, self.options.stats_interval_s))
-                )
-            # what exists now lives as long as the server: collections need not look at it
-            gc.collect()
-            gc.freeze()
+        with self.capture_signals():
+            client = client_factory()
             try:
-                await self.serve([self.sock])
+                if await self._load(client):
+                    await self._serve_loaded(client, tokenizer, template, started)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                state.close()
-        finally:
-            await client.close()
+                await client.close()
         return self._code
 
+    async def _load(self, client: EngineClient) -> bool:
+        """Wait until the engine is ready; False if a signal came before. Raises StartError."""
+        waits = [asyncio.create_task(client.start()), asyncio.create_task(self._stopped.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self._stopped.is_set():
+                log.info("stopped while the engine was loading")
+                return False
+            await waits[0]
+            return True
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _serve_loaded(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        started: Callable[[ServerHandle], None] | None,
+    ) -> None:
+        """From listening to the end of the last answer."""
+        listen(self.sock)
+        self._state = state = ServerState(client, tokenizer, template, self.options)
+        super().__init__(_config(state))
+        tasks = [asyncio.create_task(self._watch_core()), asyncio.create_task(self._report(started))]
+        if self.options.log_stats:
+            tasks.append(asyncio.create_task(throughput_log.run(lambda: client.stats, self.options.stats_interval_s)))
+        # what exists now lives as long as the server: collections need not look at it
+        gc.collect()
+        gc.freeze()
+        try:
+            await self.serve([self.sock])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            state.close()
+
     def on_signal(self) -> None:
-        """Begin to drain; a second time: give up what runs."""
-        if self._drain is None:
+        """Begin to drain; a second time: give up what runs. Before there is anything to drain: end."""
+        if self._state is None:
+            self._stopped.set()
+        elif self._drain is None:
             assert self._loop is not None
             self._drain = self._loop.create_task(self._drain_requests())
         elif not self.should_exit:

@@ -191,8 +191,10 @@ class ScriptedCore:
 
 
 def build(config: dict[str, Any], progress: Callable[[str], None]) -> ScriptedCore:
-    """A factory for a core process: config holds plain fields of ScriptedCore, or `fail`: why it cannot start."""
+    """A factory for a core process: config holds plain fields of ScriptedCore, `load_s`: what loading takes, or
+    `fail`: why it cannot start."""
     progress("reading the script")
+    time.sleep(config.pop("load_s", 0.0))
     if "fail" in config:
         raise StartError(config["fail"])
     return ScriptedCore(**config)
