@@ -11,7 +11,7 @@ from lamella.engine.metrics.counters import ServerCounters
 from lamella.engine.request import Delta, Request, SamplingParams
 from lamella.engine.testing.fake_link import FakeLink
 from lamella.engine.testing.scripted_core import ScriptedCore
-from lamella.engine.wire import Abort, Add, Batch
+from lamella.engine.wire import Abort, Add, Batch, ToCore, encoder
 
 PROMPT = list(b"say:abcdefgh")
 
@@ -254,5 +254,67 @@ def test_calls_are_answered_and_batches_observed() -> None:
         assert client.stats.num_running == 3
         assert await client.call("held") == 3
         assert await client.call("echo", {"x": [1, "y"]}) == {"x": [1, "y"]}
+
+    run(scenario)
+
+
+def test_closing_fails_what_waits() -> None:
+    async def main() -> None:
+        link = FakeLink(ScriptedCore(), automatic=False)
+        client = EngineClient(link)
+        await client.start()
+        stream = client.submit(request())
+        link.send = lambda message: None  # type: ignore[method-assign]  # a core too busy to answer
+        call = asyncio.ensure_future(client.call("held"))
+        reader = asyncio.ensure_future(stream.take())
+        await asyncio.sleep(0)
+        await client.close()
+        for waiting in (call, reader):
+            with pytest.raises(EngineError, match="closed"):
+                await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(EngineError, match="closed"):
+            client.submit(request())
+        with pytest.raises(EngineError, match="closed"):
+            await client.call("held")
+        assert client.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_closing_ends_a_start_that_waits() -> None:
+    async def main() -> None:
+        link = FakeLink(ScriptedCore(), automatic=False)
+        link.open = lambda loop, receive, lost: None  # type: ignore[method-assign]  # loads for ever
+        client = EngineClient(link)
+        start = asyncio.ensure_future(client.start())
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(start, 5.0)
+        with pytest.raises(EngineError, match="closed"):
+            await client.start()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_open() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        send = link.send
+
+        def encoding(message: ToCore) -> None:
+            encoder.encode(message)
+            send(message)
+
+        link.send = encoding  # type: ignore[method-assign]
+        unsendable = request("b", n=2)
+        unsendable.cache_salt = object()  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="object"):
+            client.submit(request("a"), unsendable, request("c"))
+        assert client.num_open == client.num_requests == core.num_held == 0
+        with pytest.raises(TypeError, match="object"):
+            await client.call("echo", {"a": object()})
+        stream = client.submit(request("a", max_tokens=1))
+        link.step()
+        assert (await stream.take())[0].finish_reason == "length"
 
     run(scenario)

@@ -38,6 +38,7 @@ from lamella.engine.wire import (
 )
 
 MAX_RETRY_AFTER_S = 60
+CLOSED = "the engine was closed"
 
 
 class CoreLink(Protocol):
@@ -88,6 +89,7 @@ class EngineClient:
         self._info: CoreInfo | None = None
         self._ready: asyncio.Future[CoreInfo] | None = None
         self._died = asyncio.Event()
+        self._closed = False
         self._streams: dict[str, DeltaStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
@@ -96,6 +98,7 @@ class EngineClient:
 
     async def start(self) -> CoreInfo:
         """Open the road and wait until the core is ready. Raises StartError with the core's reason if it cannot."""
+        self._check_alive()
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._link.open(loop, self._receive, self._lost)
@@ -121,8 +124,7 @@ class EngineClient:
     def admit(self, num_sequences: int) -> None:
         """Raise OverloadedError if that many more sequences would overfill the queue; an idle engine takes any
         number."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        self._check_alive()
         if self._max_queued is None or not self._num_open:
             return
         max_num_seqs = self.info.max_num_seqs
@@ -136,7 +138,10 @@ class EngineClient:
             )
 
     def submit(self, *requests: Request) -> DeltaStream:
-        """Send requests, all or none, and return the stream of what becomes of them."""
+        """Send requests, all or none, and return the stream of what becomes of them.
+
+        Raises what the encoder raises of values that cannot cross to the core; nothing of the requests is left then.
+        """
         self.admit(sum(request.params.n for request in requests))
         for request in requests:
             if request.request_id in self._streams:
@@ -145,7 +150,12 @@ class EngineClient:
         for request in requests:
             self._streams[request.request_id] = stream
             self._num_open += request.params.n
-            self._link.send(Add(request))
+        try:
+            for request in requests:
+                self._link.send(Add(request))
+        except BaseException:
+            stream.close()
+            raise
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -157,13 +167,16 @@ class EngineClient:
 
     async def call(self, method: str, args: dict[str, Any] | None = None) -> Any:
         """Run an operation in the core between two steps. Raises EngineError with the core's message if it fails."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        self._check_alive()
         self._next_call += 1
+        call_id = self._next_call
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[self._next_call] = result
-        self._link.send(Call(self._next_call, method, args or {}))
-        return await result
+        self._calls[call_id] = result
+        try:
+            self._link.send(Call(call_id, method, args or {}))
+            return await result
+        finally:
+            self._calls.pop(call_id, None)
 
     async def wait_dead(self) -> str:
         """Return the reason once the core has died."""
@@ -177,8 +190,11 @@ class EngineClient:
             stream.fail(error)
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """End the core and every open stream."""
-        self.fail_all(EngineError("the engine was closed"))
+        """End the core; every open stream and call, and a start that still waits, fail."""
+        self._closed = True
+        error = EngineError(CLOSED)
+        self.fail_all(error)
+        self._fail_futures(error, error)
         self._link.detach()
         await asyncio.get_running_loop().run_in_executor(None, self._link.close, timeout_s)
 
@@ -217,14 +233,22 @@ class EngineClient:
         self.dead = reason
         self.num_lost = len(self._streams)
         self._died.set()
-        assert self._ready is not None
-        if not self._ready.done():
-            self._ready.set_exception(StartError(reason))
         self.fail_all(EngineDeadError(f"the engine core ended: {reason}"))
+        self._fail_futures(StartError(reason), EngineDeadError(reason))
+
+    def _fail_futures(self, of_start: EngineError, of_calls: EngineError) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(of_start)
         calls, self._calls = self._calls, {}
         for result in calls.values():
             if not result.done():
-                result.set_exception(EngineDeadError(reason))
+                result.set_exception(of_calls)
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self._closed:
+            raise EngineError(CLOSED)
 
     def _ended(self, request_id: str, num_sequences: int, *, whole: bool, started_s: float) -> None:
         """Books for sequences of a request that ended; `whole` when none of it is open any more."""
