@@ -327,11 +327,83 @@ def test_async_answers_are_those_of_the_offline_engine(folder: str, llm: LLM) ->
     asyncio.run(run())
 
 
+def test_the_async_face_refuses_what_the_offline_one_does(folder: str) -> None:
+    async def run() -> None:
+        engine = AsyncLLM(folder, **OPTIONS)
+        with pytest.raises(EngineError, match="not started"):
+            await engine.generate("x", GREEDY)
+        async with engine:
+            with pytest.raises(RequestError, match="n is 2"):
+                await anext(engine.stream("x", SamplingParams(n=2)))
+            with pytest.raises(RequestError, match="n is 2"):
+                await anext(engine.stream_chat([{"role": "user", "content": "hi"}], SamplingParams(n=2)))
+            for params, param in ((SamplingParams(max_tokens=2.5), "max_tokens"), (SamplingParams(n="2"), "n")):  # type: ignore[arg-type]
+                with pytest.raises(RequestError, match=param):
+                    await engine.generate("x", params)
+            with pytest.raises(RequestError, match="cache_salt"):
+                await engine.generate({"prompt": "x", "cache_salt": 3}, GREEDY)
+            assert (await engine.generate("x", GREEDY)).finished
+
+    asyncio.run(run())
+
+
+def test_both_faces_continue_a_final_message(folder: str, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two"}]
+
+    async def run() -> None:
+        async with AsyncLLM(folder, **OPTIONS) as engine:
+            for options in ({"continue_final_message": True}, {"add_generation_prompt": False}, {}):
+                (expected,) = llm.chat(messages, GREEDY, **options)
+                output = await engine.chat(messages, GREEDY, **options)
+                assert output.prompt_token_ids == expected.prompt_token_ids
+                text = expected.outputs[0].text
+                assert "".join([piece async for piece in engine.stream_chat(messages, GREEDY, **options)]) == text
+                assert "".join(llm.stream_chat(messages, GREEDY, **options)) == text
+
+    asyncio.run(run())
+    prompts = {
+        tuple(llm.chat(messages, GREEDY, **options)[0].prompt_token_ids)
+        for options in ({"continue_final_message": True}, {"add_generation_prompt": False}, {})
+    }
+    assert len(prompts) == 3
+
+
+def test_a_stream_that_is_left_and_closed_ends_its_request(folder: str) -> None:
+    async def run() -> None:
+        async with AsyncLLM(folder, **OPTIONS) as engine:
+            long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+            for stream in (engine.stream("x", long), engine.outputs("x", long)):
+                await anext(stream)
+                await stream.aclose()
+                assert engine._client.num_open == 0
+
+    asyncio.run(run())
+
+
 def test_async_start_tells_why_it_cannot(folder: str) -> None:
     async def run() -> None:
         engine = AsyncLLM(folder, **{**OPTIONS, "max_model_len": 100_000})
+        link: Any = engine._client._link
         with pytest.raises(StartError, match="100000"):
             await engine.start()
+        assert link._context.closed
+        assert not link._endpoint.folder.exists()
         await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_start_that_is_cancelled_ends_the_engine(folder: str) -> None:
+    async def run() -> None:
+        engine = AsyncLLM(folder, **OPTIONS)
+        link: Any = engine._client._link
+        task = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert link._context.closed
+        assert link._process.returncode is not None
+        assert not link._endpoint.folder.exists()
 
     asyncio.run(run())

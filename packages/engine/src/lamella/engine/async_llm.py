@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from lamella.engine.client import EngineClient
 from lamella.engine.compose.front import CORE_FACTORY, CoreConfig, load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
+from lamella.engine.errors import EngineError
 from lamella.engine.generation import Generation
 from lamella.engine.intake import Intake
 from lamella.engine.links.process import ProcessLink
 from lamella.engine.outputs import RequestOutput, request_output
-from lamella.engine.prompts import Messages, Prompt, ask, listed_params
+from lamella.engine.prompts import Asked, Messages, Prompt, ask, check_streams, listed_params, render
 from lamella.engine.request import SamplingParams
 from lamella.engine.text.output import Piece
 from lamella.engine.wire import CoreInfo, Stats
@@ -40,8 +42,13 @@ class AsyncLLM:
         self._intake: Intake | None = None
 
     async def start(self) -> None:
-        """Wait until the model is loaded. Raises StartError with the reason if it cannot be."""
-        info = await self._client.start()
+        """Wait until the model is loaded. Raises StartError with the reason if it cannot be; the engine is then
+        closed."""
+        try:
+            info = await self._client.start()
+        except BaseException:
+            await self.close()
+            raise
         self._intake = Intake(self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
 
     async def close(self) -> None:
@@ -76,7 +83,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
         """Continue a prompt and return the whole output."""
-        running = self._ask(prompt, sampling_params, priority)
+        running = self._running(self._ask(prompt, sampling_params, priority))
         async for _ in self._pieces(running):
             pass
         return running.output()
@@ -86,42 +93,76 @@ class AsyncLLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> RequestOutput:
         """Answer a conversation."""
-        return await self.generate(self._render(messages, chat_template_kwargs), sampling_params, priority=priority)
+        prompt = render(
+            self._template,
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return await self.generate(prompt, sampling_params, priority=priority)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """Continue a prompt; the pieces of text as they come. For n = 1."""
-        async for piece in self._pieces(self._ask(prompt, sampling_params, priority)):
-            if piece.text:
-                yield piece.text
+        asked = self._ask(prompt, sampling_params, priority)
+        check_streams(asked)
+        async with contextlib.aclosing(self._pieces(self._running(asked))) as pieces:
+            async for piece in pieces:
+                if piece.text:
+                    yield piece.text
 
     async def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[str]:
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[str, None]:
         """Answer a conversation; the pieces of text as they come. For n = 1."""
-        async for piece in self.stream(self._render(messages, None), sampling_params, priority=priority):
-            yield piece
+        prompt = render(
+            self._template,
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        async with contextlib.aclosing(self.stream(prompt, sampling_params, priority=priority)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def outputs(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The output so far each time something was added; the last one is complete."""
-        running = self._ask(prompt, sampling_params, priority)
-        async for _ in self._pieces(running):
-            yield running.output()
+        running = self._running(self._ask(prompt, sampling_params, priority))
+        async with contextlib.aclosing(self._pieces(running)) as pieces:
+            async for _ in pieces:
+                yield running.output()
 
-    def _ask(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> _Running:
-        assert self._intake is not None, "start() has not finished"
+    def _ask(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> Asked:
+        if self._intake is None:
+            raise EngineError("the engine has not started yet: await start(), or use `async with`")
         (params,) = listed_params(params, 1, self.sampling_defaults)
-        request, text = ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
+        return ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
+
+    def _running(self, asked: Asked) -> _Running:
+        request, text = asked
         return _Running(Generation(request, self._tokenizer, request.arrival_s), text)
 
-    async def _pieces(self, running: _Running) -> AsyncIterator[Piece]:
+    async def _pieces(self, running: _Running) -> AsyncGenerator[Piece, None]:
         """Run a request; what each step adds. Leaving early ends it in the engine."""
         generation = running.generation
         stream = self._client.submit(generation.request)
@@ -140,10 +181,6 @@ class AsyncLLM:
                     yield piece
         finally:
             stream.close()
-
-    def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> list[int]:
-        text = self._template.render(list(messages), add_generation_prompt=True, variables=kwargs)
-        return self._tokenizer.encode(text, False)
 
 
 class _Running(NamedTuple):

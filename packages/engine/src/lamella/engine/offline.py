@@ -24,7 +24,7 @@ from lamella.engine.generation import Generation
 from lamella.engine.intake import Intake
 from lamella.engine.interrupts import InterruptsHeld
 from lamella.engine.outputs import RequestOutput, request_output
-from lamella.engine.prompts import Asked, Messages, Prompt, ask, check_streams, listed_params, listed_prompts
+from lamella.engine.prompts import Asked, Messages, Prompt, ask, check_streams, listed_params, listed_prompts, render
 from lamella.engine.request import SamplingParams
 from lamella.engine.text.output import Piece
 from lamella.engine.text.tokenizer import Tokenizer
@@ -122,26 +122,45 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [
-            self._render(
+            render(
+                self._template,
+                self._tokenizer,
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                kwargs=chat_template_kwargs,
+                variables=chat_template_kwargs,
             )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> TextStream:
         """Continue one prompt; iterate over the pieces of text. For n = 1."""
         (params,) = self._params(sampling_params, 1)
-        asked = self._ask(prompt, params)
+        asked = self._ask(prompt, params, priority)
         check_streams(asked)
         return TextStream(self, self._submit([asked])[0])
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> TextStream:
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> TextStream:
         """Answer one conversation; iterate over the pieces of text. For n = 1."""
-        return self.stream(self._render(messages), sampling_params)
+        prompt = render(
+            self._template,
+            self._tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self.stream(prompt, sampling_params, priority=priority)
 
     def stats(self) -> Stats:
         """Counters and gauges of the core."""
@@ -169,23 +188,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _render(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        text = self._template.render(
-            list(messages),
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            variables=kwargs,
-        )
-        # the template writes the special tokens itself
-        return self._tokenizer.encode(text, False)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         return listed_params(params, count, self.sampling_defaults)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from lamella.engine.errors import RequestError
 from lamella.engine.intake import Intake
 from lamella.engine.request import Request, SamplingParams
+from lamella.engine.text.chat_template import ChatTemplate
+from lamella.engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with "cache_salt" if wanted."""
@@ -63,6 +65,26 @@ def check_streams(asked: Asked) -> None:
     n = asked.request.params.n
     if n != 1:
         raise RequestError(f"a stream is of one answer, but n is {n}", "n")
+
+
+def render(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """A conversation as the prompt's ids. To continue its last message excludes to begin a new one."""
+    text = template.render(
+        list(messages),
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+        variables=variables,
+    )
+    # the template writes the special tokens itself
+    return tokenizer.encode(text, False)
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
