@@ -28,8 +28,8 @@ def test_a_histogram_counts_up_to_each_bound() -> None:
 
 def test_steps_are_counted_by_their_tokens() -> None:
     counters = ServerCounters(512)
-    counters.on_batch(Batch([], Stats(prompt_tokens=100)))
-    counters.on_batch(Batch([], Stats(prompt_tokens=100, generation_tokens=3)))
+    counters.on_batch(Batch([], Stats(prompt_tokens=150, computed_tokens=100)))
+    counters.on_batch(Batch([], Stats(prompt_tokens=150, generation_tokens=3, computed_tokens=103)))
     counters.on_batch(Batch([]))
     assert counters.step_tokens.total == 103
     assert counters.step_tokens.cumulative()[-1][1] == 2
@@ -59,9 +59,12 @@ def test_the_times_of_a_sequence() -> None:
 
 
 def test_the_line_in_the_log() -> None:
-    before = Stats(prompt_tokens=100, generation_tokens=50, prefix_queries=100, prefix_hits=20)
+    before = Stats(
+        prompt_tokens=120, computed_prompt_tokens=100, generation_tokens=50, prefix_queries=100, prefix_hits=20
+    )
     after = Stats(
-        prompt_tokens=300,
+        prompt_tokens=340,
+        computed_prompt_tokens=300,
         generation_tokens=150,
         num_running=3,
         num_waiting=1,

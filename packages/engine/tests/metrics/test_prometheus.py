@@ -46,7 +46,9 @@ def test_a_scrape_after_requests() -> None:
     assert samples["lamella:request_prompt_tokens_count{}"] == 3
     assert samples["lamella:prompt_tokens_cached_total{}"] == 3 + 3 + 5
     assert samples["lamella:num_requests_running{}"] == 0
-    assert samples["lamella:iteration_tokens_total_sum{}"] == 18 + samples["lamella:prompt_tokens_total{}"]
+    assert samples["lamella:iteration_tokens_total_sum{}"] == 18 + samples["lamella:prompt_tokens_computed_total{}"]
+    assert samples["lamella:prompt_tokens_computed_total{}"] == 4 * (7 - 3) + (10 - 5)
+    assert samples["lamella:prompt_tokens_total{}"] == 4 * 7 + 10
     assert samples["lamella:http_requests_total{handler=/v1/completions,method=POST,status=200}"] == 3
     assert samples["lamella:http_requests_total{handler=/v1/completions,method=POST,status=400}"] == 1
     cache = "block_size=16,kv_tokens=1024,max_model_len=512,max_num_seqs=8,num_blocks=64"

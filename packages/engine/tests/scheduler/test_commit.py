@@ -189,6 +189,33 @@ def test_a_model_that_rules_every_token_out_is_not_the_requests_fault(rig: MakeR
     assert (delta.error, delta.error_status) == ("no token is allowed", 500)
 
 
+@pytest.mark.parametrize("max_num_drafts", [0, 3])
+def test_computed_tokens_are_those_of_the_steps(rig: MakeRig, max_num_drafts: int) -> None:
+    r = rig(max_num_drafts=max_num_drafts, max_num_batched_tokens=8)
+    r.add([1] * 17, max_tokens=3)
+    told = r.finish()
+    assert told["r0", 0][0].cached_len == 0
+    stats = r.books.stats
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens) == (17, 17)
+    before = stats.computed_tokens
+    assert before == 17 + 2 if not max_num_drafts else before >= 17 + 1
+    r.add([1] * 17, max_tokens=1)
+    assert r.finish()["r1", 0][0].cached_len == 16
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens, stats.computed_tokens) == (34, 18, before + 1)
+
+
+def test_a_preempted_prompt_counts_again(rig: MakeRig) -> None:
+    r = rig(num_blocks=8, max_num_seqs=2, prefix_caching=False)
+    r.add([1] * 8, max_tokens=12)
+    r.add([2] * 8, max_tokens=12)
+    r.finish()
+    stats = r.books.stats
+    assert stats.preemptions >= 1
+    assert stats.prompt_tokens == 16
+    assert stats.computed_prompt_tokens == 16 + 8 * stats.preemptions
+    assert stats.computed_tokens > stats.computed_prompt_tokens
+
+
 def test_ended_sequences_hold_nothing_when_commit_returns(rig: MakeRig) -> None:
     r = rig()
     r.add(PROMPT, max_tokens=2)

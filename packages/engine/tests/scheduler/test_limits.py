@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ MANAGER = TierManager(Layout((Group("full", "full", 4, 1),), (11,)))
 CONFIG = SchedulerConfig(max_model_len=60, max_num_seqs=4, max_num_batched_tokens=64, max_chunk_len=60, lookahead=2)
 
 
-def check(prompt: list[int], max_tokens: int = 1, **fields: Any) -> None:
+def check(prompt: list[int], max_tokens: int = 1, config: SchedulerConfig = CONFIG, **fields: Any) -> None:
     params = SamplingParams(max_tokens=max(0, max_tokens))
-    check_request(Request("r", prompt, params, max_tokens, [], **fields), CONFIG, MANAGER, 100)
+    check_request(Request("r", prompt, params, max_tokens, [], **fields), config, MANAGER, 100)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,12 @@ def test_what_just_fits_is_taken() -> None:
 def test_adapters_are_not_supported() -> None:
     with pytest.raises(UnsupportedFieldError, match="'poet'"):
         check([1], adapter="poet")
+
+
+def test_a_priority_needs_the_policy_that_heeds_it() -> None:
+    for priority in (-1, 3):
+        with pytest.raises(RequestError, match=f"priority is {priority}.*--scheduling-policy priority") as info:
+            check([1], priority=priority)
+        assert info.value.param == "priority"
+        check([1], config=replace(CONFIG, policy="priority"), priority=priority)
+    check([1], priority=0)

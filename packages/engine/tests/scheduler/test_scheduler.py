@@ -171,7 +171,10 @@ def test_siblings_wait_for_the_prompt_and_take_it_from_the_cache(rig: MakeRig) -
     assert [new.params.seed for new in step.added] == [12, 13]
     told = r.finish()
     assert [told["r0", n][0].cached_len for n in (1, 2)] == [12, 12]
-    assert r.books.stats.prompt_tokens == 14
+    stats = r.books.stats
+    assert stats.prompt_tokens == 14
+    assert stats.computed_prompt_tokens == 14 + 2 * 2  # what lies behind the last full block, twice
+    assert stats.computed_tokens == stats.computed_prompt_tokens + 3 * 3  # the last token is not computed
     assert len({tuple(t for d in told["r0", n] for t in d.token_ids) for n in (1, 2)}) == 2
 
 

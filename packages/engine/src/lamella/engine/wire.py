@@ -63,6 +63,7 @@ class Stats(msgspec.Struct, array_like=True, gc=False):
     kv_usage: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
+    """Of prompts that are done, whether computed or taken from the cache; a prompt counts once, whatever its n."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up."""
@@ -76,6 +77,10 @@ class Stats(msgspec.Struct, array_like=True, gc=False):
     """Total time the runner worked."""
     schedule_seconds: float = 0.0
     """Total time of planning and committing."""
+    computed_tokens: int = 0
+    """Tokens that the steps ran through the model: chunks, decoding rows, drafts."""
+    computed_prompt_tokens: int = 0
+    """Those of prompts: no cached ones; after a preemption they count again."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -66,6 +66,7 @@ class ServerCounters:
         lengths = series_125(max_model_len)
         self.stats = Stats()
         self._tokens = 0
+        """Stats.computed_tokens of the last batch."""
         self.step_tokens = Histogram(STEP_TOKENS)
         self.ttft_s = Histogram(TTFT_S)
         self.gap_s = Histogram(GAP_S)
@@ -91,10 +92,9 @@ class ServerCounters:
         stats = batch.stats
         if stats is None:
             return
-        tokens = stats.prompt_tokens + stats.generation_tokens
-        if tokens > self._tokens:
-            self.step_tokens.observe(tokens - self._tokens)
-        self._tokens = tokens
+        if stats.computed_tokens > self._tokens:
+            self.step_tokens.observe(stats.computed_tokens - self._tokens)
+        self._tokens = stats.computed_tokens
         self.stats = stats
 
     def on_end(self, generation: Generation, index: int) -> None:

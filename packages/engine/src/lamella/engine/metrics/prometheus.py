@@ -4,7 +4,9 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
     gauges      num_requests_running, num_requests_waiting        sequences that run, that wait
                 kv_cache_usage_perc                               0 … 1
                 cache_config_info                                 1; the labels say block size, blocks, tokens
-    counters    prompt_tokens, generation_tokens, prompt_tokens_cached,
+    counters    prompt_tokens, generation_tokens              of prompts that are done, cached tokens included; told
+                prompt_tokens_computed                            run through the model; again after a preemption
+                prompt_tokens_cached,
                 prefix_cache_queries, prefix_cache_hits           in tokens
                 num_preemptions, engine_steps, engine_step_seconds, engine_schedule_seconds
                 spec_decode_num_drafts, spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens,
@@ -17,7 +19,7 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
                 e2e_request_latency_seconds, request_queue_time_seconds, request_prefill_time_seconds,
                 request_decode_time_seconds, request_inference_time_seconds
                 request_prompt_tokens, request_generation_tokens, request_params_n, request_params_max_tokens
-                iteration_tokens_total                            tokens of a step
+                iteration_tokens_total                            tokens that a step computed, drafts included
     HTTP        http_requests{handler, method, status}, http_request_duration_seconds{handler}
 """
 
@@ -66,7 +68,8 @@ class _EngineCollector:
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.kv_usage)
         yield self._cache_config()
         for name, text, value in (
-            ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
+            ("prompt_tokens", "Tokens of prompts that are done, cached ones included", stats.prompt_tokens),
+            ("prompt_tokens_computed", "Prompt tokens computed, without cached ones", stats.computed_prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
             ("prompt_tokens_cached", "Prompt tokens that the prefix cache gave", counters.cached_prompt_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
@@ -101,7 +104,7 @@ class _EngineCollector:
             ("request_generation_tokens", "Tokens generated for a sequence", counters.generation_tokens),
             ("request_params_n", "Sequences asked for", counters.num_sequences),
             ("request_params_max_tokens", "Most tokens a sequence could get", counters.max_tokens),
-            ("iteration_tokens_total", "Tokens of a step", counters.step_tokens),
+            ("iteration_tokens_total", "Tokens that a step computed", counters.step_tokens),
         ):
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
             _fill(family, self._values, histogram)

@@ -31,7 +31,7 @@ def line(before: Stats, after: Stats, seconds: float) -> str:
     queries = after.prefix_queries - before.prefix_queries
     hits = after.prefix_hits - before.prefix_hits
     parts = [
-        f"prompt {(after.prompt_tokens - before.prompt_tokens) / seconds:.1f} tokens/s",
+        f"prompt {(after.computed_prompt_tokens - before.computed_prompt_tokens) / seconds:.1f} tokens/s",
         f"generation {(after.generation_tokens - before.generation_tokens) / seconds:.1f} tokens/s",
         f"running {after.num_running}",
         f"waiting {after.num_waiting}",

@@ -29,6 +29,7 @@ def commit(books: Books, output: StepOutput) -> list[Delta]:
     books.committed_step = step.step_id
     books.stats.steps += 1
     books.stats.step_seconds += output.seconds
+    books.stats.computed_tokens += sum(step.query_lens)
     deltas = _Commit(books, step, output).run()
     if books.draining:
         books.finish_draining()
@@ -96,11 +97,18 @@ class _Commit:
     def _advance(self, place: int, sequence: Sequence, count: int) -> None:
         """Lengths of a row that emitted `count` ids."""
         verify_len = self._step.verify_lens[place]
+        self._count_prompt(place, sequence)
         sequence.computed_len += self._step.query_lens[place] - verify_len + count - 1
         sequence.reach -= verify_len + 1 - count
         if verify_len and sequence.held_drafts:
             self._num_verified += min(verify_len, sequence.held_drafts)
             self._num_accepted[count - 1] += 1
+
+    def _count_prompt(self, place: int, sequence: Sequence) -> None:
+        """Of what this step computed, the prompt's part."""
+        left = sequence.prompt_len - sequence.computed_len
+        if left > 0:
+            self._books.stats.computed_prompt_tokens += min(left, self._step.query_lens[place])
 
     def _row(self, place: int, sequence: Sequence, start: int, count: int) -> None:
         """Any row: a chunk, several tokens, log-probabilities, a failure."""
@@ -112,6 +120,7 @@ class _Commit:
         if self._output.prompt_logprobs is not None:
             self._take_prompt_entries(sequence)
         if not count:
+            self._count_prompt(place, sequence)
             sequence.computed_len += self._step.query_lens[place]
             if sequence.computed_len >= sequence.seal_at:
                 self._seal(sequence, sequence.computed_len)

@@ -134,7 +134,9 @@ class ScriptedCore:
         stats.num_running = len(self._running)
         stats.num_waiting = len(self._waiting)
         stats.kv_usage = len(self._running) / self.info.max_num_seqs
-        stats.generation_tokens += sum(len(delta.token_ids) for delta in deltas)
+        num_tokens = sum(len(delta.token_ids) for delta in deltas)
+        stats.generation_tokens += num_tokens
+        stats.computed_tokens += num_tokens
         return Batch(deltas, msgspec.structs.replace(stats))
 
     def close(self) -> None:
@@ -149,6 +151,8 @@ class ScriptedCore:
             delta.cached_len = len(request.prompt_ids) // 2
             delta.queued_s, delta.prefill_s = 0.001, 0.002
             self._stats.prompt_tokens += len(request.prompt_ids)
+            self._stats.computed_prompt_tokens += len(request.prompt_ids) - delta.cached_len
+            self._stats.computed_tokens += len(request.prompt_ids) - delta.cached_len
             if params.prompt_logprobs is not None:
                 delta.prompt_logprobs = [None] + [
                     logprob(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:]
