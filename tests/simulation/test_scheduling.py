@@ -269,7 +269,7 @@ class Simulation:
             ),
             max_tokens=max_tokens,
             eos_ids=rng.choice(([], [EOS])),
-            priority=rng.randrange(3),
+            priority=rng.randrange(3) if world.policy == "priority" else 0,
             cache_salt=rng.choice((None, None, None, "a", f"of r{len(self.requests)} alone")),
             use_prefix_cache=rng.random() < 0.9,
         )

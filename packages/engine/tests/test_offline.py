@@ -235,7 +235,7 @@ def test_a_step_that_fails_ends_the_engine(folder: str, monkeypatch: pytest.Monk
 
 def test_a_broken_invariant_of_the_core_ends_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(folder, **OPTIONS) as llm:
-        monkeypatch.setattr(llm._core._scheduler, "commit", lambda output: [][0])  # type: ignore[attr-defined]
+        monkeypatch.setattr(llm._core._scheduler, "commit", lambda output: [][0])
         with pytest.raises(IndexError):
             llm.generate("x", GREEDY)
         with pytest.raises(EngineDeadError, match="IndexError: list index out of range"):
@@ -271,6 +271,18 @@ def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}], GREEDY, priority=[0, 0])
 
 
+def test_priorities_need_their_policy(folder: str, llm: LLM) -> None:
+    steps = llm.stats().steps
+    with pytest.raises(RequestError, match="--scheduling-policy priority") as info:
+        llm.generate(PROMPTS, GREEDY, priority=[0, 0, 1])
+    assert info.value.param == "priority"
+    assert llm.generate("x", GREEDY)[0].finished
+    assert llm.stats().steps == steps + 6, "the other two were taken back"
+    with LLM(folder, **{**OPTIONS, "max_num_seqs": 1}, scheduling_policy="priority") as engine:
+        ended = [output.prompt for output in engine.generate_as_finished(PROMPTS, GREEDY, priority=[2, 0, 1])]
+        assert ended == [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
+
+
 def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
     for fields, param in (
         ({"max_tokens": 2.5}, "max_tokens"),
@@ -280,7 +292,7 @@ def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
         ({"temperature": "hot"}, "temperature"),
     ):
         with pytest.raises(RequestError, match=param) as info:
-            llm.generate("x", SamplingParams(**fields))  # type: ignore[arg-type]
+            llm.generate("x", SamplingParams(**fields))
         assert info.value.param == param
     with pytest.raises(RequestError, match="not str"):
         llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
@@ -349,10 +361,11 @@ def test_the_async_face_refuses_what_the_offline_one_does(folder: str) -> None:
 
 def test_both_faces_continue_a_final_message(folder: str, llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two"}]
+    ways: list[dict[str, Any]] = [{"continue_final_message": True}, {"add_generation_prompt": False}, {}]
 
     async def run() -> None:
         async with AsyncLLM(folder, **OPTIONS) as engine:
-            for options in ({"continue_final_message": True}, {"add_generation_prompt": False}, {}):
+            for options in ways:
                 (expected,) = llm.chat(messages, GREEDY, **options)
                 output = await engine.chat(messages, GREEDY, **options)
                 assert output.prompt_token_ids == expected.prompt_token_ids
@@ -361,10 +374,7 @@ def test_both_faces_continue_a_final_message(folder: str, llm: LLM) -> None:
                 assert "".join(llm.stream_chat(messages, GREEDY, **options)) == text
 
     asyncio.run(run())
-    prompts = {
-        tuple(llm.chat(messages, GREEDY, **options)[0].prompt_token_ids)
-        for options in ({"continue_final_message": True}, {"add_generation_prompt": False}, {})
-    }
+    prompts = {tuple(llm.chat(messages, GREEDY, **options)[0].prompt_token_ids) for options in ways}
     assert len(prompts) == 3
 
 

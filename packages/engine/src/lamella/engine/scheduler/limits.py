@@ -15,6 +15,12 @@ def check_request(request: Request, config: SchedulerConfig, manager: TierManage
         raise RequestError("the prompt is empty", "prompt")
     if request.adapter is not None:
         raise UnsupportedFieldError(f"adapter {request.adapter!r}: this engine serves no adapters", "adapter")
+    if request.priority and config.policy == "fcfs":
+        raise RequestError(
+            f"priority is {request.priority}, but this engine serves first come, first served; start it with "
+            "--scheduling-policy priority (scheduling_policy='priority' in Python)",
+            "priority",
+        )
     if request.max_tokens < 0:
         raise RequestError(f"max_tokens must be at least 0, got {request.max_tokens}", "max_tokens")
     room = config.max_model_len - (request.max_tokens > 0)
