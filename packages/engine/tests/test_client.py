@@ -231,7 +231,7 @@ def test_a_call_in_flight_fails_with_the_core() -> None:
 
 def test_a_core_that_cannot_start_gives_its_reason() -> None:
     class BrokenLink(FakeLink):
-        def open(self, loop: object, receive: object, lost: Callable[[str], None]) -> None:  # type: ignore[override]
+        def open(self, loop: object, receive: object, lost: Callable[[str], None]) -> None:
             asyncio.get_running_loop().call_soon(lost, "the file is truncated")
 
     async def main() -> None:
