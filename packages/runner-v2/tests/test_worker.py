@@ -7,6 +7,9 @@ import torch
 
 from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.errors import CheckpointError, ConfigError, UnsupportedError
+from lamella.runner_v2.inputs import ModelInput
+from lamella.runner_v2.layers.decoder import Carried
+from lamella.runner_v2.profiling import profile_prefill, spread_ids
 from lamella.runner_v2.step import KvLayout, Mask
 from lamella.runner_v2.testing.hand_scheduler import HandScheduler
 from lamella.runner_v2.testing.tiny_models import write_folder
@@ -67,6 +70,34 @@ def test_measuring_touches_no_cache(worker: Worker) -> None:
     before = [cache.k.clone() for cache in worker.runner._caches]
     worker.call("measure_prefill", num_tokens=64)
     assert all(torch.equal(b, cache.k) for b, cache in zip(before, worker.runner._caches, strict=True))
+
+
+@pytest.mark.parametrize("vocab_size", [7, 320, 151936])
+def test_a_measured_prompt_has_ids_of_the_whole_vocabulary(vocab_size: int) -> None:
+    ids = spread_ids(256, vocab_size)
+    assert ids.dtype == torch.int32
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < vocab_size
+    tenths = torch.bincount(ids * 10 // vocab_size, minlength=10)
+    assert int(tenths.min()) >= (20 if vocab_size > 10 else 0)
+    assert len(ids.unique()) > min(vocab_size, 256) * 2 / 3
+    assert torch.equal(ids, spread_ids(256, vocab_size))
+
+
+def test_measuring_runs_those_ids(worker: Worker) -> None:
+    worker.open()
+    assembly = worker.runner.assembly
+    seen: list[torch.Tensor] = []
+
+    class Model:
+        layers, finish = assembly.model.layers, assembly.model.finish
+
+        def embed(self, inputs: ModelInput) -> Carried:
+            seen.append(inputs.token_ids)
+            return assembly.model.embed(inputs)
+
+    profile_prefill(assembly._replace(model=Model()), 48, "cpu", num_runs=1)
+    assert torch.equal(seen[0], spread_ids(48, assembly.config.vocab_size))
 
 
 def test_masks_come_before_the_step(worker: Worker) -> None:

@@ -43,13 +43,21 @@ def profile_prefill(assembly: Assembly, num_tokens: int, device: str, num_runs: 
     layout = KvLayout((num_blocks,) * len(assembly.groups))
     caches = allocate_caches(assembly.groups, layout, limits, Arena("profile", device))
     batch = prompt_batch(
-        torch.zeros(num_tokens, dtype=torch.int32, device=device), limits.block_size, len(assembly.groups)
+        spread_ids(num_tokens, assembly.config.vocab_size).to(device), limits.block_size, len(assembly.groups)
     )
     profiles = []
     for _ in range(num_runs):
         plans = tuple(assembly.backend.backend.plan(batch, g) for g in range(len(assembly.groups)))
         profiles.append(_run(assembly, ModelInput(batch.token_ids, batch.positions, plans, caches), batch.logits_idx))
     return min(profiles, key=lambda profile: profile.seconds)
+
+
+def spread_ids(num_tokens: int, vocab_size: int) -> torch.Tensor:
+    """[num_tokens] int32: ids from all over the vocabulary, always the same ones. Equal tokens would all go to the same
+    experts, and so read fewer weights than a prompt does."""
+    # multiples of the golden ratio's fraction lie evenly in [0, 1), however many there are
+    places = torch.arange(num_tokens, dtype=torch.float64) * 0.6180339887498949 % 1.0
+    return (places * vocab_size).to(torch.int32).clamp_(max=vocab_size - 1)
 
 
 def _run(assembly: Assembly, inputs: ModelInput, logits_idx: torch.Tensor) -> PrefillProfile:
