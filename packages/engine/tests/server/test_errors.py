@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from lamella.engine.server import chat, completions, tokens
 from lamella.engine.testing.scripted_core import ScriptedCore
-from lamella.engine.testing.server_thread import MODEL
+from lamella.engine.testing.server_thread import MODEL, ServerThread
 
 BIG = 10**18
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "say:a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "say:a"}]},
+}
 
 
 def refuse(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -205,6 +212,72 @@ def test_unknown_fields_are_told_and_logged_once(http: httpx.Client, caplog: pyt
     assert [record.message for record in caplog.records if "shiny_new" in record.message] == [
         "request field shiny_new is unknown and was ignored (said once per name)"
     ]
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_unknown_fields_inside_are_told_with_their_place(http: httpx.Client, endpoint: str) -> None:
+    options = {"include_usage": True, "include_obfuscation": True, "x": {"include_usage": 1}}
+    body = (
+        {"prompt": "say:a"} if endpoint == "/v1/completions" else {"messages": [{"role": "user", "content": "say:a"}]}
+    )
+    answer = http.post(endpoint, json={**body, "shiny_new": {"y": 1}, "stream": True, "stream_options": options})
+    assert answer.status_code == 200
+    names = "shiny_new, stream_options.include_obfuscation, stream_options.x"
+    assert answer.headers["x-lamella-ignored"] == names
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_nothing_runs_on_for_an_answer_that_cannot_be_made(
+    http: httpx.Client,
+    core: ScriptedCore,
+    server: ServerThread,
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,
+    stream: bool,
+) -> None:
+    def broken(*_args: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(completions, "CompletionAnswer", broken)
+    monkeypatch.setattr(chat, "ChatAnswer", broken)
+    body = (
+        {"prompt": "say:a"} if endpoint == "/v1/completions" else {"messages": [{"role": "user", "content": "say:a"}]}
+    )
+    num_aborted = len(core.aborted)
+    answer = http.post(endpoint, json={**body, "stream": stream, "max_tokens": 400, "ignore_eos": True})
+    assert answer.status_code == 500
+    assert server.client is not None
+    assert server.client.num_open == 0
+    deadline = time.monotonic() + 5
+    while len(core.aborted) == num_aborted or core.num_held:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert core.aborted[-1] == core.seen[-1].request_id
+
+
+def test_long_work_leaves_the_loop(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, str] = {}
+
+    def watched(name: str, work: Any) -> Any:
+        def run(*args: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*args)
+
+        return run
+
+    monkeypatch.setattr(completions, "echo", watched("echo", completions.echo))
+    monkeypatch.setattr(tokens, "_decode", watched("decode", tokens._decode))
+    body = {"tokens": [97] * 20_000}
+    assert http.post("/detokenize", json=body).json() == {"prompt": "a" * 20_000}
+    assert http.post("/detokenize", json={"tokens": [*body["tokens"], 999]}).status_code == 400
+    assert threads.pop("decode").startswith("server-texts")
+    echoed = http.post("/v1/completions", json={"prompt": [[97] * 100] * 40, "max_tokens": 1, "echo": True}).json()
+    assert [choice["text"][:100] for choice in echoed["choices"]] == ["a" * 100] * 40
+    assert threads["echo"].startswith("server-texts")
+    short = http.post("/v1/completions", json={"prompt": "b", "max_tokens": 1, "echo": True}).json()
+    assert short["choices"][0]["text"][:1] == "b"
+    assert threads["echo"] == "server"
 
 
 def test_an_unknown_model(client: openai.OpenAI) -> None:

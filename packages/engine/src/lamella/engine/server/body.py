@@ -4,7 +4,7 @@ A body is one JSON object. Its fields are of three kinds:
 
     known        fields of the schema; null means absent
     unsupported  known to clients, not served yet: an error that names it, unless its value asks for nothing
-    unknown      ignored; named in the log once and in the header x-lamella-ignored
+    unknown      ignored; named in the log once and in the header x-lamella-ignored; those of objects inside, too
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -87,12 +87,28 @@ def decode(body: bytes, schema: type[T], unsupported: Unsupported, accepted: fro
             raise UnsupportedFieldError(f"{name} is not supported yet", name)
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
     ignored = [name for name in raw if name not in known and name not in unsupported and name not in accepted]
+    ignored += _nested(raw, schema)
     try:
         fields = msgspec.convert(raw, schema)
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         message, param = _explain(str(error))
         raise RequestError(message, param) from None
     return Decoded(fields, _report(ignored))
+
+
+def _nested(raw: Mapping[str, Any], schema: type[msgspec.Struct]) -> list[str]:
+    """Unknown fields of the objects that the schema has inside, as `outer.inner`; at any depth, lists left out."""
+    names: list[str] = []
+    for field in msgspec.structs.fields(schema):
+        value = raw.get(field.encode_name)
+        if not isinstance(value, dict):
+            continue
+        for kind in (field.type, *get_args(field.type)):
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                known = {inner.encode_name for inner in msgspec.structs.fields(kind)}
+                inside = [name for name in value if name not in known]
+                names += [f"{field.encode_name}.{name}" for name in (*inside, *_nested(value, kind))]
+    return names
 
 
 def _explain(message: str) -> tuple[str, str | None]:

@@ -33,9 +33,13 @@ async def create_chat_completion(http: HttpRequest) -> Response | sse.EventStrea
     model = state.model(body.model)
     request = await state.off_loop(len(raw), lambda: prepare(state, body))
     job = Job(state, [request], arrival_s)
-    answer = ChatAnswer(state, job, body, model)
-    if body.stream:
-        return sse.EventStream(job, answer, decoded.headers)
+    try:
+        answer = ChatAnswer(state, job, body, model)
+        if body.stream:
+            return sse.EventStream(job, answer, decoded.headers)
+    except BaseException:
+        job.close()
+        raise
     await job.finish(http.receive)
     return json_response(answer.whole(), headers=decoded.headers)
 

@@ -24,6 +24,7 @@ from lamella.engine.server.unsupported import ACCEPTED, COMPLETIONS
 from lamella.engine.text.detokenizer import Detokenizer
 from lamella.engine.text.logprobs import PositionLogprobs, TokenLogprob, token_text_after
 from lamella.engine.text.output import Piece
+from lamella.engine.text.tokenizer import Tokenizer
 
 
 async def create_completion(http: HttpRequest) -> Response | sse.EventStream:
@@ -35,17 +36,21 @@ async def create_completion(http: HttpRequest) -> Response | sse.EventStream:
     decoded = decode(raw, CompletionRequest, COMPLETIONS, ACCEPTED)
     body: CompletionRequest = decoded.fields
     model = state.model(body.model)
-    requests = await state.off_loop(len(raw), lambda: prepare(state, body))
+    requests, echoes = await state.off_loop(len(raw), lambda: prepare(state, body))
     job = Job(state, requests, arrival_s)
-    answer = CompletionAnswer(state, job, body, model)
-    if body.stream:
-        return sse.EventStream(job, answer, decoded.headers)
+    try:
+        answer = CompletionAnswer(state, job, body, model, echoes)
+        if body.stream:
+            return sse.EventStream(job, answer, decoded.headers)
+    except BaseException:
+        job.close()
+        raise
     await job.finish(http.receive)
     return json_response(answer.whole(), headers=decoded.headers)
 
 
-def prepare(state: ServerState, body: CompletionRequest) -> list[Request]:
-    """Tokens and parameters of each prompt. Raises RequestError."""
+def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request], list[Echo] | None]:
+    """Tokens and parameters of each prompt, and the prompts to echo, if so asked. Raises RequestError."""
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
@@ -60,7 +65,8 @@ def prepare(state: ServerState, body: CompletionRequest) -> list[Request]:
         # an echoed prompt is scored as the output is
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return [
+    given = prompts(body.prompt)
+    requests = [
         state.intake.request(
             prompt,
             params,
@@ -68,8 +74,11 @@ def prepare(state: ServerState, body: CompletionRequest) -> list[Request]:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
-        for prompt in prompts(body.prompt)
+        for prompt in given
     ]
+    if not body.echo:
+        return requests, None
+    return requests, [echo(state.tokenizer, request, prompt) for request, prompt in zip(requests, given)]
 
 
 class Echo(NamedTuple):
@@ -83,7 +92,10 @@ class Echo(NamedTuple):
 class CompletionAnswer:
     """What a job's outputs look like to the client: one object, or chunks (as sse.ChunkWriter)."""
 
-    def __init__(self, state: ServerState, job: Job, body: CompletionRequest, model: str) -> None:
+    def __init__(
+        self, state: ServerState, job: Job, body: CompletionRequest, model: str, echoes: list[Echo] | None
+    ) -> None:
+        """echoes: the prompts, in the order of the job's requests; None: not part of the answer."""
         self._job = job
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -94,10 +106,7 @@ class CompletionAnswer:
         self._return_ids = bool(body.return_token_ids)
         self._with_logprobs = body.logprobs is not None
         self._tells_scores = body.prompt_logprobs is not None
-        self._echoes: list[Echo] | None = None
-        if body.echo:
-            given = prompts(body.prompt)
-            self._echoes = [echo(generation, prompt) for generation, prompt in zip(job.generations, given)]
+        self._echoes = echoes
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.continuous_usage_stats)
@@ -205,12 +214,11 @@ class CompletionAnswer:
         return {key: prompt[key] + result[key] for key in result}
 
 
-def echo(generation: Generation, prompt: str | list[int]) -> Echo:
+def echo(tokenizer: Tokenizer, request: Request, prompt: str | list[int]) -> Echo:
     """The prompt's text as given, or as its ids read, and its tokens' places."""
-    params = generation.request.params
-    stream = Detokenizer(generation.tokenizer, (), params.skip_special_tokens)
+    stream = Detokenizer(tokenizer, (), request.params.skip_special_tokens)
     parts, offsets, length = [], [], 0
-    for token_id in generation.request.prompt_ids:
+    for token_id in request.prompt_ids:
         offsets.append(length)
         parts.append(stream.push(token_id))
         length += len(parts[-1])

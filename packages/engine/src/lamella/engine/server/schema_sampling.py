@@ -21,8 +21,6 @@ class StreamOptions(msgspec.Struct):
     """A last chunk with the usage and no choices."""
     continuous_usage_stats: bool | None = None
     """The usage so far with each chunk."""
-    include_obfuscation: bool | None = None
-    """Padding against traffic analysis: never added, as on a connection of one's own."""
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):

@@ -35,12 +35,15 @@ async def detokenize(http: Request) -> Response:
     decoded = decode(raw, DetokenizeRequest, {}, ACCEPTED)
     body: DetokenizeRequest = decoded.fields
     state.model(body.model)
+    text = await state.off_loop(len(raw), lambda: _decode(state, body))
+    return json_response({"prompt": text}, headers=decoded.headers)
+
+
+def _decode(state: ServerState, body: DetokenizeRequest) -> str:
     for token_id in body.tokens:
         if not 0 <= token_id < state.vocab_size:
             raise RequestError(f"tokens has id {token_id}, valid ids are 0 to {state.vocab_size - 1}", "tokens")
-    skip = bool(body.skip_special_tokens)
-    text = await state.off_loop(len(raw), lambda: state.tokenizer.decode(body.tokens, skip_special_tokens=skip))
-    return json_response({"prompt": text}, headers=decoded.headers)
+    return state.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
 
 
 def _encode(state: ServerState, body: TokenizeRequest) -> list[int]:
