@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import zmq
 
 from lamella.engine.client import DeltaStream, EngineClient
 from lamella.engine.errors import EngineDeadError, StartError
-from lamella.engine.links.process import ProcessLink
+from lamella.engine.links.process import LAST_WORDS_S, ProcessLink
 from lamella.engine.request import Request, SamplingParams
 from lamella.engine.testing.scripted_core import FACTORY
+from lamella.engine.wire import Dead, encoder
 
 
 def request(request_id: str, text: bytes = b"say:abc", max_tokens: int = 100) -> Request:
@@ -106,6 +108,31 @@ def test_a_core_that_crashes_says_why() -> None:
             with pytest.raises(EngineDeadError, match="RuntimeError: the script says crash"):
                 await to_the_end(stream)
             assert await asyncio.to_thread(link._process.wait, 5) == 1
+
+    asyncio.run(main())
+
+
+def test_the_reason_is_heard_though_it_comes_behind_the_end() -> None:
+    """The exit of a process and its last message take different roads."""
+
+    async def main() -> None:
+        async with started() as (client, link):
+            sender = link._context.socket(zmq.PUSH)
+            sender.connect(link._endpoint.to_client)
+
+            def speak() -> None:
+                sender.send(encoder.encode(Dead("the disk is full")))
+                sender.close(linger=1000)
+
+            exited = link._exited
+
+            def late(code: int) -> None:
+                exited(code)
+                asyncio.get_running_loop().call_later(LAST_WORDS_S / 5, speak)
+
+            link._exited = late  # type: ignore[method-assign]
+            os.kill(link.pid, signal.SIGKILL)
+            assert await asyncio.wait_for(client.wait_dead(), 5) == "the disk is full"
 
     asyncio.run(main())
 

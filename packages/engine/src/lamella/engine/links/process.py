@@ -27,6 +27,9 @@ from lamella.engine.wire import ToClient, ToCore, encoder, to_client
 
 CORE_MODULE = "lamella.engine.compose.core"
 
+LAST_WORDS_S = 0.05
+"""How long messages of a process that has ended are waited for."""
+
 
 class CoreStart(msgspec.Struct):
     """The first bytes that a core reads from its standard input: 4 bytes of length (little-endian), then this."""
@@ -141,6 +144,14 @@ class ProcessLink:
             self._loop.call_soon_threadsafe(self._exited, code)
 
     def _exited(self, code: int) -> None:
+        if self._detached:
+            return
+        # what it sent last may still be on its way through the sockets: a Dead tells more than an exit code
+        self._drain()
+        assert self._loop is not None
+        self._loop.call_later(LAST_WORDS_S, self._gone, code)
+
+    def _gone(self, code: int) -> None:
         assert self._lost is not None
         if self._detached:
             return
