@@ -62,6 +62,10 @@ BREAKS = [
     ("server", "engine/server/chat.py", "import lamella.engine.scheduler.scheduler"),
     ("server", "engine/client.py", "import torch"),
     ("core", "engine/core.py", "import lamella.engine.server"),
+    ("core-process", "engine/compose/core_config.py", "import lamella.engine.models"),  # which imports huggingface_hub
+    ("core-process", "engine/core.py", "import lamella.engine.text.tokenizer"),
+    ("commands", "engine/compose/front.py", "import lamella.engine.cli.sampling_flags"),
+    ("commands", "engine/models.py", "from lamella.engine.cli import report"),
     ("fakes", "engine/client.py", "import lamella.kvtier.testing"),
     ("fakes", "runner_v2/stack.py", "from lamella.runner_v2.testing import tiny_models"),
 ]

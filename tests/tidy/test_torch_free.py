@@ -1,4 +1,4 @@
-"""Modules that must work where torch is not wanted: import contracts do not see what package __init__ files pull in."""
+"""What must not be loaded along with a module: import contracts do not see what package __init__ files pull in."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def test_importing_it_does_not_import_torch(module):
     code = f"import sys, {module}; sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr or "torch or transformers was imported"
+
+
+def test_the_core_process_loads_neither_text_nor_http():
+    names = ("tokenizers", "transformers", "jinja2", "huggingface_hub", "starlette", "uvicorn", "lamella.engine.cli")
+    code = (
+        "import sys, lamella.engine.compose.core, lamella.engine.compose.build; "
+        f"sys.exit(' '.join(name for name in {names} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == ""

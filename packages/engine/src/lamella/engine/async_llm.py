@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from lamella.engine.client import EngineClient
-from lamella.engine.compose.front import CORE_FACTORY, CoreConfig, load_front
+from lamella.engine.compose.core_config import CORE_FACTORY, CoreConfig
+from lamella.engine.compose.front import load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
 from lamella.engine.errors import EngineError
 from lamella.engine.generation import Generation

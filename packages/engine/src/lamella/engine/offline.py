@@ -8,6 +8,7 @@ between two steps, never within one. What is raised out of a step ends the engin
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from lamella.engine.compose.build import build_core
-from lamella.engine.compose.front import CoreConfig, load_front
+from lamella.engine.compose.core_config import CoreConfig
+from lamella.engine.compose.front import load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
 from lamella.engine.errors import EngineDeadError, EngineError, RequestError
 from lamella.engine.generation import Generation
@@ -54,6 +56,8 @@ class LLM:
         self._open: dict[str, _Running] = {}
         self._closed = False
         self._dead: str | None = None
+        self._stepping = threading.Lock()
+        """Not to wait for, but to notice a second thread: steps do not nest."""
         front = load_front(options, progress=progress)
         self._tokenizer = front.tokenizer
         self._template = front.template
@@ -119,7 +123,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; each is a list of {"role": ..., "content": ...}."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = bool(messages) and isinstance(messages, Sequence) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts: list[Prompt] = [
             render(
@@ -253,14 +257,19 @@ class LLM:
         self._check_alive()
         if not self._core.has_work:
             raise EngineError("nothing runs that could still answer: the engine lost a request")
-        with InterruptsHeld():
-            try:
-                batch = self._core.run_once()
-            except BaseException as error:  # the step may be half done: nothing can follow it
-                self._dead = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-                raise
-            if batch is not None:
-                self._deliver(batch)
+        if not self._stepping.acquire(blocking=False):
+            raise EngineError("another thread uses this LLM at this moment: let them take turns, or use AsyncLLM")
+        try:
+            with InterruptsHeld():
+                try:
+                    batch = self._core.run_once()
+                except BaseException as error:  # the step may be half done: nothing can follow it
+                    self._dead = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+                    raise
+                if batch is not None:
+                    self._deliver(batch)
+        finally:
+            self._stepping.release()
 
     def _deliver(self, batch: Batch) -> None:
         now = time.monotonic()
@@ -302,7 +311,10 @@ class _Running:
 
 
 class TextStream:
-    """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`."""
+    """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`.
+
+    A loop over it may be left and taken up again. A stream that nobody holds any more is closed.
+    """
 
     def __init__(self, llm: LLM, running: _Running) -> None:
         self._llm = llm
@@ -334,3 +346,6 @@ class TextStream:
     def close(self) -> None:
         """Stop here: the engine drops the request."""
         self._llm._abort(self._running)
+
+    def __del__(self) -> None:
+        self.close()

@@ -14,11 +14,11 @@ import importlib
 import sys
 
 import lamella.engine as lamella
-from lamella.engine.cli.console import dim, note, refuse_broken_text
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.flags import add_flags, options_from
 from lamella.engine.config.schema import EngineOptions
+from lamella.engine.console import dim, note, refuse_broken_text
 from lamella.engine.errors import RequestError, StartError
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 
 import lamella.engine as lamella
-from lamella.engine.cli.console import dim, note
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.schema import engine_options
+from lamella.engine.console import dim, note
 from lamella.engine.errors import EngineError
 
 MODEL = "smollm2"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from lamella.engine import models
-from lamella.engine.cli.console import note
+from lamella.engine.console import note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,10 +14,10 @@ import argparse
 import json
 
 import lamella.engine as lamella
-from lamella.engine.cli.console import dim, note, read_input
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
 from lamella.engine.config.flags import add_flags, options_from
 from lamella.engine.config.schema import EngineOptions
+from lamella.engine.console import dim, note, read_input
 from lamella.engine.errors import EngineError, StartError
 
 

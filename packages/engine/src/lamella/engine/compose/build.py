@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lamella.engine.adapters.speculator import DrafterSpeculator, from_config
-from lamella.engine.compose.front import CoreConfig
+from lamella.engine.compose.core_config import CoreConfig
 from lamella.engine.config.machine import read_machine
 from lamella.engine.config.resolve import Resolved, resolve, resolve_kv_memory, resolve_token_budget
 from lamella.engine.config.schema import format_size
