@@ -12,8 +12,8 @@ namespace {
 // Idle workers spin this long before they sleep.
 constexpr int64_t kIdleSpin_ns = 20'000;
 // Inside a region the others are about to arrive; sleep only when one of them has lost its core.
-constexpr int64_t kBusySpin_ns = 40'000;
-constexpr int64_t kBusyYield_ns = 1'000'000;
+constexpr int64_t kBusySpin_ns = 20'000;
+constexpr int64_t kBusyYield_ns = 50'000;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
