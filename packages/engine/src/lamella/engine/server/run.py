@@ -21,10 +21,11 @@ from typing import Any
 import uvicorn
 
 from lamella.engine.client import EngineClient
-from lamella.engine.errors import EngineError, StartError
+from lamella.engine.errors import OverloadedError, StartError
 from lamella.engine.metrics import throughput_log
 from lamella.engine.server.app import build_app
 from lamella.engine.server.options import ServerOptions, bind, listen
+from lamella.engine.server.protocol import HttpProtocol
 from lamella.engine.server.state import ServerState
 from lamella.engine.text.chat_template import ChatTemplate
 from lamella.engine.text.tokenizer import Tokenizer
@@ -217,14 +218,14 @@ class _HttpServer(uvicorn.Server):
 
     def _give_up(self, reason: str) -> None:
         assert self._state is not None
-        self._state.client.fail_all(EngineError(reason))
+        self._state.client.fail_all(OverloadedError(reason, retry_after_s=5))
         self.should_exit = True
 
 
 def _config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(state),
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",
