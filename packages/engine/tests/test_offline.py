@@ -78,6 +78,36 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(llm: LLM) -> None:
     assert not stream.finished
 
 
+def test_a_stream_that_nobody_holds_is_closed(llm: LLM) -> None:
+    """Left by an exception or a break, it must not go on taking its share of every step."""
+    for _ in llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)):
+        break
+    llm.generate("x", GREEDY)
+    assert (llm.stats().num_running, llm.stats().kv_usage) == (0, 0.0)
+
+
+def test_a_second_thread_is_told_and_does_no_harm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    told: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(EngineError, match="another thread uses this LLM") as raised:
+            llm.generate(PROMPTS[1], GREEDY)
+        told.append(str(raised.value))
+
+    def start_other() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    before_step(monkeypatch, llm, 2, start_other)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected
+    assert told
+    monkeypatch.undo()
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected
+    assert (llm.stats().num_running, llm.stats().num_waiting, llm.stats().kv_usage) == (0, 0, 0.0)
+
+
 def test_generating_as_finished_gives_the_shortest_first(llm: LLM) -> None:
     lengths = [20, 3, 9]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
@@ -114,11 +144,24 @@ def test_requests_that_cannot_be_served_are_refused_before_any_runs(llm: LLM) ->
         (["x"], SamplingParams(logprobs=21), "logprobs"),
         ([{"text": "x"}], GREEDY, "'prompt'"),
         ([3.5], GREEDY, "float"),
+        (None, GREEDY, "not NoneType"),
+        (5, GREEDY, "not int"),
+        (b"x", GREEDY, "not bytes"),
+        ({"prompt": 5}, GREEDY, "prompt must be a text, not int"),
+        ({"prompt_token_ids": "x"}, GREEDY, "prompt_token_ids must be a list of token ids, not str"),
+        ("\udcff", GREEDY, "unpaired surrogate"),
+        ({"prompt": "x", "cache_salt": "\udcff"}, GREEDY, "cache_salt is not valid Unicode: .*U\\+DCFF at position 0"),
+        (["x"], SamplingParams(stop=["a", "b\udcff"]), "stop is not valid Unicode: .*U\\+DCFF at position 1"),
+        (["x"], SamplingParams(bad_words=["\udcff"]), "bad_words is not valid Unicode"),
+        (["x"], SamplingParams(repetition_penalty=1e-9), "repetition_penalty"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate(prompts, params)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="3 prompts but 2"):
         llm.generate(PROMPTS, [GREEDY, GREEDY])
+    for messages, message in ((None, "not NoneType"), ("hi", "not str"), ({"role": "user"}, "not dict"), ([5], "int")):
+        with pytest.raises(RequestError, match=message):
+            llm.chat(messages, GREEDY)  # type: ignore[arg-type]
     assert llm.stats().steps == steps
     assert llm.generate("x", GREEDY)[0].finished
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lamella.engine.errors import RequestError
-from lamella.engine.request import Request, SamplingParams
+from lamella.engine.request import Request, SamplingParams, check_unicode
 from lamella.engine.text.tokenizer import Tokenizer
 
 
@@ -54,6 +54,8 @@ class Intake:
             self._check_ids(prompt_ids, param)
         if not prompt_ids:
             raise RequestError(f"{param} has no tokens", param)
+        if cache_salt is not None:
+            check_unicode("cache_salt", cache_salt)
         return Request(
             request_id=f"r{next(self._numbers):x}",
             prompt_ids=prompt_ids,

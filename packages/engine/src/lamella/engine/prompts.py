@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lamella.engine.errors import RequestError
@@ -47,9 +47,13 @@ def ask(
                 "prompt",
             )
         cache_salt = prompt.get("cache_salt")
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if not isinstance(cache_salt, str | None):
             raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}", "cache_salt")
+        name, kind = ("prompt", str) if "prompt" in prompt else ("prompt_token_ids", (list, tuple))
+        if not isinstance(prompt[name], kind):
+            wanted = "a text" if kind is str else "a list of token ids"
+            raise RequestError(f"{name} must be {wanted}, not {type(prompt[name]).__name__}", "prompt")
+        prompt = prompt[name]
     if type(priority) is not int or not -(2**31) <= priority < 2**31:
         raise RequestError(f"priority must be an integer of 32 bits, got {priority!r}", "priority")
     if not isinstance(prompt, (str, list, tuple)):
@@ -77,6 +81,8 @@ def render(
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """A conversation as the prompt's ids. To continue its last message excludes to begin a new one."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
     text = template.render(
         list(messages),
         add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -91,6 +97,8 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are a text, token ids, or a list of these, not {type(prompts).__name__}", "prompt")
     listed = list(prompts)
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]  # type: ignore[list-item]

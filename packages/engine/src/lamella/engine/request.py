@@ -87,10 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
         _within("min_p", self.min_p, 0.0, 1.0)
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise RequestError(
-                f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", "repetition_penalty"
-            )
+        # smaller ones push logits out of what a float holds
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         if self.n > 1 and self.temperature < 1e-5:
@@ -141,6 +139,20 @@ def _chars(name: str, values: list[str]) -> None:
     length = sum(len(value) for value in values)
     if length > MAX_STOP_CHARS:
         raise RequestError(f"{name} has {length} characters in all, the limit is {MAX_STOP_CHARS}", name)
+    for value in values:
+        check_unicode(name, value)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise RequestError for half a surrogate pair: nothing can be encoded that holds one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not valid Unicode: an unpaired surrogate U+{ord(text[error.start]):04X} at position "
+            f"{error.start}",
+            name,
+        ) from None
 
 
 def _ids(name: str, values: Any, vocab_size: int | None) -> None:

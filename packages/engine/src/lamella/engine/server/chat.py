@@ -15,7 +15,7 @@ from lamella.engine.server.body import decode, read_body
 from lamella.engine.server.errors import json_response
 from lamella.engine.server.job import Job
 from lamella.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from lamella.engine.server.schema_chat import ChatRequest, check_messages, num_logprobs
+from lamella.engine.server.schema_chat import ChatRequest, check_messages, max_tokens, num_logprobs
 from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
 from lamella.engine.server.state import ServerState
 from lamella.engine.server.unsupported import ACCEPTED, CHAT
@@ -51,8 +51,8 @@ def prepare(state: ServerState, body: ChatRequest) -> Request:
     params = sampling_params(
         body,
         state.sampling_defaults,
-        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
-        logprobs=num_logprobs(body),
+        max_tokens=max_tokens(body),
+        logprobs=num_logprobs(body, state.options.max_logprobs),
         vocab_size=state.vocab_size,
         max_logprobs=state.options.max_logprobs,
     )

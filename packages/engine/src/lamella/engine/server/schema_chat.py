@@ -8,6 +8,7 @@ from lamella.engine.errors import RequestError
 from lamella.engine.server.schema_sampling import GenerationFields
 
 MAX_MESSAGES = 10_000
+MAX_TOKENS = 2**31 - 1
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -23,13 +24,26 @@ class ChatRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def num_logprobs(body: ChatRequest) -> int | None:
-    """SamplingParams.logprobs from the two fields of a chat."""
+def num_logprobs(body: ChatRequest, max_logprobs: int) -> int | None:
+    """SamplingParams.logprobs from the two fields of a chat. max_logprobs: -1 for any number."""
     if not body.logprobs:
         if body.top_logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         return None
-    return body.top_logprobs or 0
+    count = body.top_logprobs or 0
+    if max_logprobs != -1 and not 0 <= count <= max_logprobs:
+        raise RequestError(f"top_logprobs must be in [0, {max_logprobs}], got {count}", "top_logprobs")
+    return count
+
+
+def max_tokens(body: ChatRequest) -> int | None:
+    """The limit of the answer, from either field; None: as many as fit."""
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    value: int | None = getattr(body, name)
+    low = 1 if body.prompt_logprobs is None else 0  # there must be something to answer
+    if value is not None and not low <= value <= MAX_TOKENS:
+        raise RequestError(f"{name} must be in [{low}, {MAX_TOKENS}], got {value}", name)
+    return value
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
