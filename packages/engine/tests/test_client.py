@@ -35,6 +35,48 @@ def run(scenario: Callable[[EngineClient, FakeLink, ScriptedCore], Awaitable[Non
     asyncio.run(main())
 
 
+def test_starting_again_changes_nothing() -> None:
+    async def main() -> None:
+        link = FakeLink(ScriptedCore())
+        client = EngineClient(link)
+        first, *others = await asyncio.gather(client.start(), client.start(), client.start())
+        assert all(info is first for info in others)
+        assert await client.start() is first
+        assert [delta.token_ids for delta in await client.submit(request(max_tokens=1)).take()] == [[97]]
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_one_waiter_that_gives_up_leaves_the_start_to_the_others() -> None:
+    async def main() -> None:
+        link = FakeLink(ScriptedCore(), automatic=False)
+        client = EngineClient(link)
+        waiters = [asyncio.create_task(client.start()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        assert (await asyncio.wait_for(waiters[1], 5)).vocab_size > 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_another_loop_is_told() -> None:
+    client = EngineClient(FakeLink(ScriptedCore()))
+    asyncio.run(client.start())
+
+    async def use() -> None:
+        for act in (client.start, lambda: client.call("ping")):
+            with pytest.raises(EngineError, match="started on another event loop"):
+                await act()
+        with pytest.raises(EngineError, match="started on another event loop"):
+            client.submit(request())
+        assert client.num_open == 0
+        await client.close()
+
+    asyncio.run(use())
+
+
 def test_a_lagging_reader_gets_one_merged_delta_per_sequence() -> None:
     async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
         stream = client.submit(request(n=2, max_tokens=3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lamella.engine import LLM, AsyncLLM, SamplingParams
@@ -460,3 +462,18 @@ def test_a_start_that_is_cancelled_ends_the_engine(folder: str) -> None:
         assert not link._endpoint.folder.exists()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_an_engine_that_is_dropped_leaves_no_process(folder: str, started: bool) -> None:
+    async def run() -> psutil.Process:
+        engine = AsyncLLM(folder, **OPTIONS)
+        if started:
+            await engine.start()
+        (core,) = (child for child in psutil.Process().children() if "compose.core" in " ".join(child.cmdline()))
+        return core
+
+    core = asyncio.run(run())
+    gc.collect()
+    _, alive = psutil.wait_procs([core], timeout=10)
+    assert not alive

@@ -96,7 +96,7 @@ def test_a_killed_core_fails_its_requests_within_a_second() -> None:
             with pytest.raises(EngineDeadError, match="ended by signal 9"):
                 await to_the_end(stream)
             assert time.monotonic() - killed_s < 1.0
-            assert client.dead == "the process ended by signal 9"
+            assert client.dead == "the process ended by signal 9 (killed, as the system does when memory runs out)"
 
     asyncio.run(main())
 
@@ -197,3 +197,24 @@ def test_closing_kills_a_core_that_does_not_end() -> None:
         assert link._process.returncode == -signal.SIGKILL
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("state", ["never opened", "open", "loop closed"])
+def test_a_road_that_was_abandoned_leaves_neither_process_nor_sockets(state: str) -> None:
+    link = ProcessLink(FACTORY, {})
+    core = psutil.Process(link.pid)
+
+    async def main() -> None:
+        if state != "never opened":
+            await EngineClient(link).start()
+        if state != "loop closed":
+            link.abandon()
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    link.abandon()
+    assert link._context.closed  # else its collection would wait for its sockets
+    assert not link._endpoint.folder.exists()
+    psutil.wait_procs([core], timeout=10)
+    assert not exists(core.pid)
+    link.close(1.0)

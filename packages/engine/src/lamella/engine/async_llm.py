@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class AsyncLLM:
             async for piece in llm.stream("Once upon a time"): ...
 
     Cancelling the awaiting task, or leaving the loop over a stream and closing it, ends the request in the engine.
+    An engine that was dropped without close() ends by itself.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -39,7 +41,10 @@ class AsyncLLM:
         front = load_front(self._options, progress=False)
         self._tokenizer, self._template = front.tokenizer, front.template
         config = CoreConfig(options=self._options, model_path=front.path, progress=False)
-        self._client = EngineClient(ProcessLink(CORE_FACTORY, config.to_wire(), log_level="WARNING"))
+        link = ProcessLink(CORE_FACTORY, config.to_wire(), log_level="WARNING")
+        # a process outlives the objects that stand for it: one that nobody holds any more must not keep its memory
+        weakref.finalize(self, link.abandon)
+        self._client = EngineClient(link)
         self._intake: Intake | None = None
 
     async def start(self) -> None:

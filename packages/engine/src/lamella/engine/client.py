@@ -87,6 +87,7 @@ class EngineClient:
         self._progress = progress
         self._clock = clock
         self._info: CoreInfo | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[CoreInfo] | None = None
         self._died = asyncio.Event()
         self._closed = False
@@ -97,12 +98,17 @@ class EngineClient:
         self._mean_request_s = 1.0
 
     async def start(self) -> CoreInfo:
-        """Open the road and wait until the core is ready. Raises StartError with the core's reason if it cannot."""
+        """Open the road and wait until the core is ready. Raises StartError with the core's reason if it cannot.
+
+        Safe to repeat. The client then belongs to the loop that it was started on.
+        """
         self._check_alive()
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        self._link.open(loop, self._receive, self._lost)
-        return await self._ready
+        if self._ready is None:
+            self._loop = asyncio.get_running_loop()
+            self._ready = self._loop.create_future()
+            self._link.open(self._loop, self._receive, self._lost)
+        self._check_loop()
+        return await asyncio.shield(self._ready)
 
     @property
     def info(self) -> CoreInfo:
@@ -143,6 +149,7 @@ class EngineClient:
         Raises what the encoder raises of values that cannot cross to the core; nothing of the requests is left then.
         """
         self.admit(sum(request.params.n for request in requests))
+        self._check_loop()
         for request in requests:
             if request.request_id in self._streams:
                 raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
@@ -168,6 +175,7 @@ class EngineClient:
     async def call(self, method: str, args: dict[str, Any] | None = None) -> Any:
         """Run an operation in the core between two steps. Raises EngineError with the core's message if it fails."""
         self._check_alive()
+        self._check_loop()
         self._next_call += 1
         call_id = self._next_call
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -225,20 +233,24 @@ class EngineClient:
                 self._progress(message.text)
         else:
             assert isinstance(message, Dead)
-            self._lost(message.reason)
+            self._die(message.reason, message.reason)
 
     def _lost(self, reason: str) -> None:
+        self._die(reason, f"the engine core ended before it was ready: {reason}")
+
+    def _die(self, reason: str, of_start: str) -> None:
         if self.dead is not None:
             return
         self.dead = reason
         self.num_lost = len(self._streams)
         self._died.set()
         self.fail_all(EngineDeadError(f"the engine core ended: {reason}"))
-        self._fail_futures(StartError(reason), EngineDeadError(reason))
+        self._fail_futures(StartError(of_start), EngineDeadError(reason))
 
     def _fail_futures(self, of_start: EngineError, of_calls: EngineError) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(of_start)
+            self._ready.exception()  # all who waited may have given up
         calls, self._calls = self._calls, {}
         for result in calls.values():
             if not result.done():
@@ -249,6 +261,10 @@ class EngineClient:
             raise EngineDeadError(self.dead)
         if self._closed:
             raise EngineError(CLOSED)
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("this engine was started on another event loop, and only answers there")
 
     def _ended(self, request_id: str, num_sequences: int, *, whole: bool, started_s: float) -> None:
         """Books for sequences of a request that ended; `whole` when none of it is open any more."""

@@ -91,8 +91,8 @@ def main() -> int:
     running, client_gone = threading.Event(), threading.Event()
     watch = (inbox, running, client_gone)
     threading.Thread(target=watch_client, args=watch, name="core-parent", daemon=True).start()
-    receive(start.to_core, inbox)
     try:
+        receive(start.to_core, inbox)
         core = build(start, outbox.put)
         if core is None:
             return 1
@@ -102,6 +102,9 @@ def main() -> int:
         CoreLoop(core, inbox, outbox.put, linger_s=LINGER_S).run()
     except CoreCrash:
         log.exception("the engine core crashed")
+        return 1
+    except zmq.ZMQError as error:  # the folder of the sockets is gone, and most likely the client with it
+        outbox.put(Dead(f"cannot listen to the client: {error}"))
         return 1
     finally:
         if not client_gone.is_set():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -99,7 +100,8 @@ class ProcessLink:
     def detach(self) -> None:
         """Deliver nothing more."""
         if self._loop is not None and not self._detached:
-            self._loop.remove_reader(self._descriptor)
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                self._loop.remove_reader(self._descriptor)
         self._detached = True
 
     def close(self, timeout_s: float) -> None:
@@ -107,14 +109,38 @@ class ProcessLink:
         if self._closed:
             return
         self._closed = True
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._close_input()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._free()
+
+    def abandon(self) -> None:
+        """What is left to do once nobody holds the client any more: the core is told, and ends by itself. Does not
+        block; on any thread; safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        self._close_input()
+        if self._loop is None:
+            self._free()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._free)  # where the sockets are in use
+        except RuntimeError:  # the loop is closed by now
+            self._free()
+
+    def _close_input(self) -> None:
+        """On its end the core ends."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def _free(self) -> None:
+        """Sockets must be closed before their context is collected, or the collection waits for them for ever."""
+        self.detach()
         self._context.destroy(linger=0)
         self._endpoint.remove()
 
@@ -156,4 +182,12 @@ class ProcessLink:
         if self._detached:
             return
         self._drain()
-        self._lost(f"the process ended by signal {-code}" if code < 0 else f"the process ended with code {code}")
+        self._lost(exit_reason(code))
+
+
+def exit_reason(code: int) -> str:
+    """What became of a process, from its exit code."""
+    if code >= 0:
+        return f"the process ended with code {code}"
+    hint = " (killed, as the system does when memory runs out)" if -code == signal.SIGKILL else ""
+    return f"the process ended by signal {-code}{hint}"
