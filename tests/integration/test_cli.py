@@ -184,3 +184,34 @@ class TestBadInput:
             taken.listen()
             port = taken.getsockname()[1]
             fails(lamella("serve", str(smollm2_path), "--port", str(port)), str(port), "in use")
+
+
+class TestStandardStreams:
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+    def test_a_full_disk_is_told(self, smollm2_path: Path) -> None:
+        words = [sys.executable, "-m", "lamella.engine.cli.main", "pull", str(smollm2_path)]
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert result.returncode == 1
+        assert result.stderr == "lamella: [Errno 28] No space left on device\n"
+
+    def test_a_reader_that_leaves_is_no_fault_to_talk_about(self) -> None:
+        words = [sys.executable, "-m", "lamella.engine.cli.main", "--help"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        process.wait(60)
+
+    def test_closed_ones_are_nobodys(self, tmp_path: Path) -> None:
+        """As under some supervisors: neither lost output nor files that take the messages meant for them."""
+        write_folder(tmp_path / "tiny", "llama")
+        lamella_run = f'"{sys.executable}" -m lamella.engine.cli.main run "{tmp_path}/tiny" --prompt x --max-tokens 2'
+        for closed in ("2>&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+            result = subprocess.run(
+                ["sh", "-c", f"{lamella_run} --json {closed}"], stdout=subprocess.PIPE, timeout=60, check=False
+            )
+            assert result.returncode == 0, closed
+            if ">&- 2" not in closed:
+                assert len(json.loads(result.stdout)["output_token_ids"]) == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,8 +28,11 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # else a full disk shows behind our back, at the exit
+        return code
     except EngineError as error:
         print(f"lamella: {error}", file=sys.stderr)
         return 1
@@ -41,6 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a file that may not be read
         print(f"lamella: {error}", file=sys.stderr)
         return 1
+
+
+def _open_standard_streams() -> None:
+    """Some may have been closed by whoever started us: files opened next would get their numbers, and our messages."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _dispatch(words: list[str]) -> int:
