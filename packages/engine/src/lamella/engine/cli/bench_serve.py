@@ -104,9 +104,9 @@ async def measure(args: argparse.Namespace) -> Load:
     except LoadError as error:
         raise StartError(str(error)) from None
     try:
-        model = args.model or msgspec.json.decode(await probe.get("/v1/models"))["data"][0]["id"]
+        model = args.model or await probe.first_model()
     except LoadError as error:
-        raise StartError(f"no server at {args.base_url}: {error}") from None
+        raise StartError(f"no server to measure at {args.base_url}: {error}") from None
     probe.close()
     rng = random.Random(args.seed)
     # ids below 1,024 exist in every vocabulary that is worth serving

@@ -71,11 +71,15 @@ class LoadClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def get(self, path: str) -> bytes:
-        """Body of a GET. Raises LoadError unless the status is 200."""
-        await self._send(f"GET {path} HTTP/1.1\r\n", b"")
+    async def first_model(self) -> str:
+        """Id of the first model that the server lists. Raises LoadError where it lists none."""
+        await self._send("GET /v1/models HTTP/1.1\r\n", b"")
         response = await self._finish(_Response())
-        return bytes(response.body)
+        listed = _object(bytes(response.body)).get("data")
+        first = listed[0] if isinstance(listed, list) and listed else None
+        if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+            raise LoadError("it lists no model")
+        return str(first["id"])
 
     async def post(self, path: str, body: dict[str, Any]) -> Answer:
         """Send a completion request; reads the stream if the body asks for one."""
@@ -88,9 +92,14 @@ class LoadClient:
             await self._finish(response)
             answer.total_s = time.perf_counter() - start
             answer.chunk_times = [answer.total_s]
-            self._take(answer, msgspec.json.decode(response.body))
+            answered = _object(bytes(response.body))
+            answer.text = _text(answered)
+            self._take(answer, answered)
+            if answer.error is None and not answered.get("choices"):
+                raise LoadError("the answer has no choices")
             return answer
         pieces: list[str] = []
+        ended = False
         while not response.done:
             await self._more(response)
             now = time.perf_counter() - start
@@ -99,16 +108,17 @@ class LoadClient:
             while (end := response.body.find(b"\n\n")) >= 0:
                 event = bytes(response.body[:end])
                 del response.body[: end + 2]
-                if event.startswith(b"data: ") and event != b"data: [DONE]":
-                    event_data = msgspec.json.decode(event[6:])
-                    if event_data.get("choices"):
-                        choice = event_data["choices"][0]
-                        text = choice.get("text") or (choice.get("delta") or {}).get("content")
-                        if text:
-                            pieces.append(text)
-                            answer.chunk_times.append(now)
-                    self._take(answer, event_data, with_text=False)
+                ended = ended or event == b"data: [DONE]"
+                if event.startswith(b"data: ") and not ended:
+                    event_data = _object(event[6:])
+                    text = _text(event_data)
+                    if text:
+                        pieces.append(text)
+                        answer.chunk_times.append(now)
+                    self._take(answer, event_data)
         self._check(response)
+        if not ended and answer.error is None:
+            raise LoadError("the stream ended without its end mark")
         answer.total_s = time.perf_counter() - start
         answer.text = "".join(pieces)
         return answer
@@ -119,17 +129,13 @@ class LoadClient:
             self._writer.close()
         self._reader = self._writer = None
 
-    def _take(self, answer: Answer, data: dict[str, Any], with_text: bool = True) -> None:
+    def _take(self, answer: Answer, data: dict[str, Any]) -> None:
         if data.get("error"):
             answer.error = str(data["error"])
-            return
         usage = data.get("usage")
-        if usage:
-            answer.prompt_tokens = usage["prompt_tokens"]
-            answer.output_tokens = usage["completion_tokens"]
-        if with_text:
-            choice = data["choices"][0]
-            answer.text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
+        if isinstance(usage, dict):
+            answer.prompt_tokens = usage.get("prompt_tokens", 0)
+            answer.output_tokens = usage.get("completion_tokens", 0)
 
     async def _send(self, head: str, body: bytes) -> None:
         if self._writer is None:
@@ -139,15 +145,24 @@ class LoadClient:
                 raise LoadError(f"cannot reach {self._host}:{self._port}: {error.strerror or error}") from None
         length = f"content-length: {len(body)}\r\n" if body else ""
         self._writer.write(f"{head}host: {self._host}\r\n{self._key}{length}\r\n".encode() + body)
-        await self._writer.drain()
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise LoadError(f"the connection broke: {error.strerror or error}") from None
 
     async def _more(self, response: _Response) -> None:
         assert self._reader is not None
-        data = await self._reader.read(65536)
+        try:
+            data = await self._reader.read(65536)
+        except OSError as error:
+            raise LoadError(f"the connection broke: {error.strerror or error}") from None
         if not data:
             self.close()
             raise LoadError("the server closed the connection in the middle of an answer")
-        response.parser.feed_data(data)
+        try:
+            response.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise LoadError(f"the answer is no HTTP: {error}") from None
 
     async def _finish(self, response: _Response) -> _Response:
         while not response.done:
@@ -161,3 +176,26 @@ class LoadClient:
         status = response.parser.get_status_code()
         if status != 200:
             raise LoadError(f"status {status}: {bytes(response.body[:300]).decode(errors='replace')}")
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise LoadError(
+            f"the answer is not that of an OpenAI-compatible server: {data[:100].decode(errors='replace')!r}"
+        )
+    return value
+
+
+def _text(data: dict[str, Any]) -> str:
+    """Of the first choice of a completion or a chat, whole or a chunk."""
+    choices = data.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else {}
+    if not isinstance(choice, dict):
+        return ""
+    message = choice.get("delta") or choice.get("message")
+    text = choice.get("text") or (message.get("content") if isinstance(message, dict) else None)
+    return text if isinstance(text, str) else ""
