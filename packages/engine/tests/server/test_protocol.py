@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from lamella.engine.server import run
 from lamella.engine.server.protocol import MAX_HEAD_BYTES, HttpProtocol
 from lamella.engine.testing.scripted_core import ScriptedCore
 from lamella.engine.testing.server_thread import ServerThread, serve
@@ -73,13 +74,13 @@ def exchange(server: ServerThread, data: bytes) -> bytes:
         return rest(connection)
 
 
-def error_of(answer: bytes, status: int) -> dict[str, str]:
+def error_of(answer: bytes, status: int, kind: str = "invalid_request_error") -> dict[str, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert b"content-type: application/json" in head
     assert b"connection: close" in head
     error: dict[str, str] = json.loads(body)["error"]
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == kind
     return error
 
 
@@ -217,3 +218,32 @@ def test_upgrades_are_not_taken(server: ServerThread, upgrade: bytes) -> None:
                 assert data
                 received += data
             assert received.startswith(b"HTTP/1.1 200")
+
+
+def test_a_server_that_ends_does_not_wait_for_half_a_request(core: ScriptedCore) -> None:
+    with serve(ScriptedCore()) as ending, connected(ending) as connection:
+        connection.sendall(request()[:-3])
+        time.sleep(0.05)
+        began_s = time.monotonic()
+        assert ending.stop() == 0
+        assert time.monotonic() - began_s < 2
+        assert error_of(rest(connection), 503, "server_error")["message"] == "the server shuts down"
+
+
+def test_a_server_that_ends_hangs_up_on_who_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "SEND_GRACE_S", 0.2)
+    slow = ScriptedCore()
+    with serve(slow) as ending, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((ending.handle.host, ending.handle.port))
+        body = {"prompt": "x", "max_tokens": 400, "n": 40, "logprobs": 20, "stream": True}
+        connection.sendall(request(json.dumps(body).encode()))
+        deadline = time.monotonic() + 20
+        while ending.client is None or slow.steps < 400 or ending.client.num_open:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert ending.stop() == 0
+    assert "hanging up on 1 clients" in caplog.text
+    assert "Traceback" not in caplog.text

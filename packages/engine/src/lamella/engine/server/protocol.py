@@ -76,6 +76,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         super().on_response_complete()
 
+    def shutdown(self) -> None:
+        """The server ends: a request that has not arrived by now is not waited for."""
+        if self._cycles and self._cycles[0].more_body:
+            self._refuse(503, "the server shuts down")
+        else:
+            super().shutdown()
+
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls for bytes that it cannot read."""
         del msg
@@ -84,8 +91,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer outside of the application, unless an answer is under way already, and close."""
         if not self._cycles or not self._cycles[0].response_started:
-            code = {408: "timeout", 431: "head_too_large"}.get(status)
-            body = msgspec.json.encode({"error": ErrorBody(message, "invalid_request_error", code=code)})
+            code = {408: "timeout", 431: "head_too_large", 503: "overloaded"}.get(status)
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            body = msgspec.json.encode({"error": ErrorBody(message, kind, code=code)})
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

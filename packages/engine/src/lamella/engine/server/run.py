@@ -37,6 +37,8 @@ except ImportError:  # not made for every system
 
 DEAD_GRACE_S = 1.0
 """How long a server whose core died still answers: with errors, so that the failure is seen as what it is."""
+SEND_GRACE_S = 4.0
+"""What clients get to read the rest of their answers, once all of it has been made and the server ends."""
 KEEP_ALIVE_S = 75
 """Idle connections of clients that keep a pool."""
 
@@ -182,6 +184,21 @@ class _HttpServer(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but who does not read in time is hung up on, where it would cancel requests in the middle."""
+        timer = asyncio.get_running_loop().call_later(SEND_GRACE_S, self._hang_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _hang_up(self) -> None:
+        connections = list(self.server_state.connections)
+        if connections:
+            log.warning("hanging up on %d clients that do not read their answers", len(connections))
+        for connection in connections:
+            connection.transport.abort()
+
     async def _report(self, started: Callable[[ServerHandle], None] | None) -> None:
         while not self.started:
             await asyncio.sleep(0.005)
@@ -235,7 +252,7 @@ def _config(state: ServerState) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=int(SEND_GRACE_S) + 2,
     )
 
 
