@@ -115,6 +115,13 @@ def test_kv_memory_is_a_share_but_never_more_than_useful() -> None:
     assert "2 sequences" in reason(large, "KV cache")
 
 
+def test_no_memory_at_all_is_told_with_what_takes_it() -> None:
+    with pytest.raises(StartError, match="beside the weights .* and a step of 9000 tokens; lower --max-num-batched-"):
+        resolve_kv_memory(resolved(max_num_batched_tokens=9000), report(FULL, free_bytes=0))
+    with pytest.raises(StartError, match="KV cache of 1.0 KiB .*; not one token fits: raise --kv-cache-memory"):
+        resolve_kv_memory(resolved(kv_cache_memory="1KiB"), report(FULL, free_bytes=1 << 30))
+
+
 def test_kv_memory_beyond_what_is_there_is_refused() -> None:
     with pytest.raises(StartError, match="only 1.0 GiB"):
         resolve_kv_memory(resolved(kv_cache_memory="2GiB"), report(FULL, free_bytes=1 << 30))

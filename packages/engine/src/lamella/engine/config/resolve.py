@@ -161,6 +161,11 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     demand = KvDemand(
         resolved.max_model_len, resolved.runner.max_num_tokens, resolved.runner.max_num_drafts, report.lookahead
     )
+    if free_bytes <= 0:
+        raise StartError(
+            f"no memory is left for the KV cache beside the weights ({format_size(report.weight_bytes)}) and a step of "
+            f"{resolved.runner.max_num_tokens} tokens; lower --max-num-batched-tokens, or give the machine more memory"
+        )
     useful = useful_bytes(report.groups, resolved.max_num_seqs, demand)
     if options.kv_cache_memory:
         kv_bytes, reason = options.kv_cache_memory, "given"
@@ -183,8 +188,9 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     if options.max_model_len or longest < 1:
         raise StartError(
             f"the KV cache of {format_size(kv_bytes)} does not hold one sequence of {resolved.max_model_len} tokens "
-            f"({format_size(needed)}); the longest that fits is {longest}: lower --max-model-len or raise "
-            "--kv-cache-memory"
+            f"({format_size(needed)}); "
+            + (f"the longest that fits is {longest}: lower --max-model-len or" if longest else "not one token fits:")
+            + " raise --kv-cache-memory"
         )
     return resolved.deciding(
         "max_model_len",
