@@ -203,19 +203,34 @@ def test_late_deltas_of_an_aborted_request_are_dropped() -> None:
 
 def test_a_full_queue_refuses_all_or_nothing() -> None:
     async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
-        # eight run at once, two may wait; an idle engine takes more than that
-        many = client.submit(request("many", n=12))
-        with pytest.raises(OverloadedError, match="12 sequences are open, 8 run at once and 2 may wait") as refused:
-            client.submit(request("one"))
+        # eight sequences run at once, two requests may wait, whatever their n
+        client.submit(request("seven", n=7))
+        client.submit(request("first", n=5))
+        with pytest.raises(OverloadedError, match="1 request waits behind 1 that may run, 2 may wait") as refused:
+            client.submit(request("x"), request("y"))
         assert 1 <= refused.value.retry_after_s <= 60
-        many.close()
-        client.submit(request("eight", n=8))
-        with pytest.raises(OverloadedError):
-            client.submit(request("x"), request("y", n=2))
-        client.submit(request("two", n=2))
-        assert [m.request.request_id for m in link.sent if isinstance(m, Add)] == ["many", "eight", "two"]
+        second = client.submit(request("second"))
+        with pytest.raises(OverloadedError, match="2 requests wait behind 1 that may run, 2 may wait"):
+            client.admit(1)
+        second.close()
+        client.submit(request("third", n=3))
+        assert [m.request.request_id for m in link.sent if isinstance(m, Add)] == ["seven", "first", "second", "third"]
 
     run(scenario, max_queued=2)
+
+
+def test_an_idle_engine_takes_any_number() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        many = client.submit(*(request(str(number)) for number in range(12)))
+        with pytest.raises(OverloadedError, match="4 requests wait behind 8 that may run, 0 may wait"):
+            client.submit(request("one"))
+        many.close()
+        client.submit(request("one"))
+        client.submit(request("seven", n=7))
+        with pytest.raises(OverloadedError, match="0 requests wait behind 2 that may run"):
+            client.submit(request("ninth"))
+
+    run(scenario, max_queued=0)
 
 
 def test_an_id_in_use_is_refused() -> None:

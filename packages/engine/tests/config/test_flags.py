@@ -124,6 +124,7 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         (["--drain-timeout", "nan"], "--drain-timeout must be at least 0, got nan"),
         (["--drain-timeout", "inf"], "--drain-timeout must be at most"),
         (["--max-body-size", "0"], "--max-body-size must be at least 1"),
+        (["--max-num-queued-reqs", "-1"], "--max-num-queued-reqs must be at least 0"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--api-key", "good", "--api-key", "secret\n"], "--api-key has white space around it"),
         (["--served-model-name", ""], "--served-model-name must not be empty"),
@@ -185,6 +186,10 @@ def test_python_keywords() -> None:
         engine_options(model="m", max_seqs=3)
     with pytest.raises(StartError, match="did you mean 'max_num_seqs'"):
         engine_options(model="m", max_num_seq=3)
+    for field in dataclasses.fields(ServeOptions):
+        message = f"{field.name} is an option of the HTTP server: .* `lamella serve` as {flag(field.name)}"
+        with pytest.raises(StartError, match=message):
+            engine_options(model="m", **{field.name: 3})
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,36 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
     file.write_bytes(b"x")
     with pytest.raises(StartError, match="is a file, but no .gguf file"):
         resolve_model(str(file))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_known_name_stays_the_known_model_and_says_what_it_passes_over(
+    kind: str, smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if kind == "folder":
+        (tmp_path / "smollm2").mkdir()
+        (tmp_path / "smollm2" / "config.json").write_text("{}")
+        assert resolve_model("./smollm2").kind == "folder"
+    else:
+        (tmp_path / "smollm2").write_text("notes")
+    assert capsys.readouterr().err == ""
+    assert resolve_model("smollm2").path == smollm2_path
+    assert capsys.readouterr().err == f"smollm2 is the known model of that name; the {kind} beside is ./smollm2\n"
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    for name, what in (
+        ("smollm2", "smollm2 is a short name, which stands for one version"),
+        (str(tmp_path), f"{tmp_path} is a folder on this machine"),
+        (str(file), f"{file} is a file on this machine"),
+    ):
+        with pytest.raises(StartError) as raised:
+            resolve_model(name, revision="v1", cache_dir=tmp_path / "empty")
+        assert str(raised.value) == (
+            f"--revision chooses a branch, tag or commit of a hub id (org/name), but {what}; leave it out"
+        )
+    assert not (tmp_path / "empty").exists(), "refused before anything is fetched"

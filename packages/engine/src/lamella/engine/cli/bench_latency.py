@@ -12,12 +12,15 @@ import time
 
 import lamella.engine as lamella
 from lamella.engine.cli.report import Report, Row, plot_lines
-from lamella.engine.config.flags import add_flags, number, options_from
+from lamella.engine.config.flags import add_flags, add_model, number, options_from
 from lamella.engine.config.schema import EngineOptions
+
+UNUSED_BY_RANDOM_PROMPTS = ("model", "chat_template", "scheduling_policy", "seed", "max_logprobs")
+"""Options that greedy requests of token ids, all of one priority, do not notice."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     parser.add_argument(
         "--input-len", type=number("int", 1), default=32, metavar="N", help="prompt tokens (default: 32)"
     )
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-iters-warmup", type=number("int", 0), default=2, metavar="N", help="runs not counted (default: 2)"
     )
     parser.add_argument("--num-iters", type=number("int", 1), default=10, metavar="N", help="runs (default: 10)")
-    add_flags(parser, EngineOptions, skip=("model",))
+    add_flags(parser, EngineOptions, skip=UNUSED_BY_RANDOM_PROMPTS)
 
 
 def run(args: argparse.Namespace) -> int:

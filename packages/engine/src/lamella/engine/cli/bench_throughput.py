@@ -10,14 +10,14 @@ import random
 import time
 
 import lamella.engine as lamella
-from lamella.engine.cli.bench_latency import random_prompts
+from lamella.engine.cli.bench_latency import UNUSED_BY_RANDOM_PROMPTS, random_prompts
 from lamella.engine.cli.report import Report, Row, plot_lines
-from lamella.engine.config.flags import add_flags, number, options_from
+from lamella.engine.config.flags import add_flags, add_model, number, options_from
 from lamella.engine.config.schema import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     parser.add_argument("--num-prompts", type=number("int", 1), default=64, metavar="N", help="requests (default: 64)")
     parser.add_argument(
         "--input-len", type=number("int", 1), default=128, metavar="N", help="prompt tokens (default: 128)"
@@ -28,14 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spread", type=number("float", 0, 1), default=0.0, metavar="X", help="vary both lengths by up to this share"
     )
-    add_flags(parser, EngineOptions, skip=("model",))
+    add_flags(parser, EngineOptions, skip=UNUSED_BY_RANDOM_PROMPTS)
 
 
 def run(args: argparse.Namespace) -> int:
     options = options_from(args, EngineOptions, model=args.model)
     rng = random.Random(0)
     with lamella.LLM.from_options(options, progress=True) as llm:
-        llm.generate(random_prompts(rng, 2, 16, llm.info.vocab_size), lamella.SamplingParams(max_tokens=4))
+        warm_up = lamella.SamplingParams(temperature=0.0, max_tokens=4)
+        llm.generate(random_prompts(rng, 2, 16, llm.info.vocab_size), warm_up)
         prompts, params = [], []
         for _ in range(args.num_prompts):
             scale = 1 + args.spread * rng.uniform(-1, 1)

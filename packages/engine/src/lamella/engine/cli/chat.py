@@ -16,17 +16,18 @@ import sys
 import lamella.engine as lamella
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, add_model, options_from
 from lamella.engine.config.schema import EngineOptions
 from lamella.engine.console import dim, note, refuse_broken_text
 from lamella.engine.errors import RequestError, StartError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser, max_tokens=512)
-    add_flags(parser, EngineOptions, skip=("model", "seed", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
+    # one request at a time, whose seed is a sampling flag
+    add_flags(parser, EngineOptions, skip=("model", "seed", "scheduling_policy", "max_logprobs"))
 
 
 def run(args: argparse.Namespace) -> int:

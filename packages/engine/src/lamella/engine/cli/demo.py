@@ -3,6 +3,7 @@
   lamella demo
   lamella demo --message "Write a haiku about rivers."
 
+The engine's options come from the environment (LAMELLA_THREADS=2), as where the other commands are not given a flag.
 The model is SmolLM2-135M-Instruct (98 MB, Apache-2.0): small enough for any laptop, and small enough to be wrong often.
 """
 
@@ -13,7 +14,8 @@ import argparse
 import lamella.engine as lamella
 from lamella.engine.cli.run import summary
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
-from lamella.engine.config.schema import engine_options
+from lamella.engine.config.flags import options_from
+from lamella.engine.config.schema import EngineOptions
 from lamella.engine.console import dim, note
 from lamella.engine.errors import EngineError
 
@@ -27,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    # --seed is the answer's own; a revision in the environment is meant for hub ids
+    options = options_from(argparse.Namespace(), EngineOptions, model=MODEL, revision=None)
     sampling_params(args, {})
-    with lamella.LLM.from_options(engine_options(model=MODEL), progress=True) as llm:
+    with lamella.LLM.from_options(options, progress=True) as llm:
         params = sampling_params(args, {"temperature": 0.0, **llm.sampling_defaults})
         note(dim(f"\n> {args.message}\n"))
         stream = llm.stream_chat([{"role": "user", "content": args.message}], params)

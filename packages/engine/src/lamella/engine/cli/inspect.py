@@ -13,14 +13,15 @@ import json
 from typing import Any
 
 import lamella.engine as lamella
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, add_model, options_from
 from lamella.engine.config.schema import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
-    add_flags(parser, EngineOptions, skip=("model",))
+    # what only requests would notice
+    add_flags(parser, EngineOptions, skip=("model", "chat_template", "seed", "max_logprobs"))
 
 
 def run(args: argparse.Namespace) -> int:

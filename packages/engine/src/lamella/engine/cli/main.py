@@ -66,7 +66,8 @@ def _dispatch(words: list[str]) -> int:
         epilog="commands:\n"
         + "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
         + "\n\n`lamella COMMAND --help` explains a command and all its options.\n"
-        "Every option can also be given as an environment variable LAMELLA_<OPTION>.",
+        "The options of the engine and the server can also be given as environment variables, LAMELLA_<OPTION>;\n"
+        "what belongs to one call (prompt, sampling, the shape of a bench) cannot.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands below")

@@ -5,7 +5,8 @@
   lamella pull org/name:file.gguf         one GGUF file of it
   lamella pull                            list the short names
 
-Prints the path of the model on standard output. HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are honoured.
+Prints the path of the model on standard output. A short name means the known model even where a folder or file of that
+name lies beside; ./smollm2 would mean that one. HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are honoured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 
 from lamella.engine import models
 from lamella.engine.console import note
+from lamella.engine.errors import StartError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.model is None:
+        if args.revision is not None:
+            raise StartError("--revision goes with a hub id: lamella pull org/name --revision NAME")
         note("short names:")
         for known in models.known_models():
             note(f"  {known}")

@@ -15,21 +15,23 @@ import json
 
 import lamella.engine as lamella
 from lamella.engine.cli.sampling_flags import add_sampling_flags, sampling_params
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, add_model, options_from
 from lamella.engine.config.schema import EngineOptions
 from lamella.engine.console import dim, note, read_input
 from lamella.engine.errors import EngineError, StartError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="raw text to go on with; - reads standard input")
     what.add_argument("--message", metavar="TEXT", help="a user's message; - reads standard input")
     parser.add_argument("--system", metavar="TEXT", help="system message before --message")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     add_sampling_flags(parser, max_tokens=256)
-    add_flags(parser, EngineOptions, skip=("model", "seed", "max_num_queued_reqs", "scheduling_policy", "max_logprobs"))
+    # a single request, whose seed is a sampling flag, and whose prefix nobody takes up again
+    skip = ("model", "seed", "scheduling_policy", "max_logprobs", "enable_prefix_caching")
+    add_flags(parser, EngineOptions, skip=skip)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise StartError("give --prompt TEXT or --message TEXT")
     if args.system is not None and args.message is None:
         raise StartError("--system goes with --message; --prompt is raw text")
+    if args.chat_template is not None and args.message is None:
+        raise StartError("--chat-template goes with --message; --prompt is raw text")
     given = args.prompt if args.prompt is not None else args.message
     text = read_input() if given == "-" else given
     options = options_from(args, EngineOptions, model=args.model)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 
 from lamella.engine.compose.server import serve
-from lamella.engine.config.flags import add_flags, options_from
+from lamella.engine.config.flags import add_flags, add_model, options_from
 from lamella.engine.config.schema import EngineOptions, ServeOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="short name, folder, .gguf file or hub id")
+    add_model(parser)
     add_flags(parser, ServeOptions)
     add_flags(parser, EngineOptions, skip=("model",))
 

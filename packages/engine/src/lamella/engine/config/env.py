@@ -24,11 +24,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lamella"
 
 
-def child_environment(**extra: str) -> dict[str, str]:
-    """Environment of a process that the engine starts."""
-    return {**os.environ, **extra}
-
-
 def no_color() -> bool:
     """The user wants plain text (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))

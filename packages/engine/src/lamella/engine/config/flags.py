@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from lamella.engine.config.env import option_from_environment
-from lamella.engine.config.schema import REMOVED, flag, format_size, nearest, parse_size
+from lamella.engine.config.schema import REMOVED, EngineOptions, flag, format_size, nearest, parse_size
 from lamella.engine.errors import StartError
 
 T = TypeVar("T")
@@ -57,8 +57,14 @@ def _short(text: str, limit: int = 100) -> str:
     return text if len(text) <= limit else text[:limit] + "..."
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the first word of most commands."""
+    parser.add_argument("model", metavar="MODEL", help=EngineOptions.__dataclass_fields__["model"].metadata["help"])
+
+
 def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tuple[str, ...] = ()) -> None:
-    """One flag per field of the dataclass, in the groups that the fields name."""
+    """One flag per field of the dataclass, in the groups that the fields name. skip: those that have no effect on what
+    the command does."""
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         if field.name in skip:
@@ -81,6 +87,15 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tupl
             else:
                 keywords["metavar"] = meta["metavar"] or _METAVARS.get(meta["kind"], field.name.upper().split("_")[-1])
         group.add_argument(flag(field.name), **keywords)
+    parser.epilog = _about_environment(parser)
+
+
+def _about_environment(parser: argparse.ArgumentParser) -> str:
+    titles = [group.title for group in parser._action_groups if group.title in GROUP_TITLES.values()]
+    return (
+        f"Options under {', '.join(map(str, titles))} can also be given\n"
+        "as environment variables: LAMELLA_MAX_NUM_SEQS=8 stands for --max-num-seqs 8. A flag wins."
+    )
 
 
 _METAVARS = {"int": "N", "float": "X", "size": "SIZE", "json": "JSON"}

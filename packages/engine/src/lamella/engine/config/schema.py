@@ -36,9 +36,12 @@ class EngineOptions:
     model: str = option(
         "",
         group="model",
-        help="a known short name (smollm2), a checkpoint folder, a .gguf file, or a hub id org/name[:file.gguf]",
+        help="a known short name (smollm2), a checkpoint folder, a .gguf file, or a hub id org/name[:file.gguf]; a "
+        "folder or file that has the name of a known model is ./NAME",
     )
-    revision: str | None = option(group="model", help="branch, tag or commit of a hub id")
+    revision: str | None = option(
+        group="model", help="branch, tag or commit of a hub id; an error where MODEL is anything else"
+    )
     dtype: str = option(
         "auto",
         group="model",
@@ -102,9 +105,6 @@ class EngineOptions:
         help="give each answer the same bits whatever else is in the batch, on the reference ops too (slower; the "
         "native kernels always do)",
     )
-    max_num_queued_reqs: int = option(
-        1024, group="scheduling", kind="int", help="most requests that wait; beyond it the answer is 503"
-    )
     speculative_config: dict[str, Any] | None = option(
         group="scheduling",
         kind="json",
@@ -130,7 +130,6 @@ class EngineOptions:
             ("kv_cache_memory", 1, 2**63 - 1),
             ("max_num_seqs", 1, 16384),
             ("max_num_batched_tokens", 1, 2**20),
-            ("max_num_queued_reqs", 0, 2**31 - 1),
             ("block_size", 1, 4096),
             ("max_logprobs", 0, 2**31 - 1),
             ("seed", -(2**63), 2**63 - 1),
@@ -165,6 +164,13 @@ class ServeOptions:
     )
     allowed_origins: list[str] = option(group="server", kind="list", help="origins that browsers may call from (CORS)")
     max_body_size: int = option(16 * 1024 * 1024, group="server", kind="size", help="largest request body")
+    max_num_queued_reqs: int = option(
+        1024,
+        group="server",
+        kind="int",
+        help="most requests that may wait for --max-num-seqs to have room, each prompt of a list counted; beyond it "
+        "the answer is 503 with Retry-After",
+    )
     drain_timeout: float = option(
         30.0, group="server", kind="float", help="seconds that running requests get after SIGTERM"
     )
@@ -172,7 +178,12 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name, low, high in (("port", 0, 65535), ("max_body_size", 1, 2**40), ("drain_timeout", 0, 10**6)):
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_body_size", 1, 2**40),
+            ("max_num_queued_reqs", 0, 2**31 - 1),
+            ("drain_timeout", 0, 10**6),
+        ):
             _check_range(self, name, low, high)
         for name in ("served_model_name", "api_key", "allowed_origins"):
             if not all(getattr(self, name)):
@@ -241,9 +252,12 @@ def default_of(name: str) -> Any:
 def engine_options(**keywords: Any) -> EngineOptions:
     """EngineOptions from Python keywords; an unknown one is an error that names it and the nearest."""
     known = {field.name: field for field in dataclasses.fields(EngineOptions)}
+    of_server = {field.name for field in dataclasses.fields(ServeOptions)}
     for name, value in keywords.items():
         if name in REMOVED:
             raise StartError(f"{name} does not exist: {REMOVED[name]}")
+        if name in of_server:
+            raise StartError(f"{name} is an option of the HTTP server: give it to `lamella serve` as {flag(name)}")
         if name not in known:
             raise StartError(f"unknown option {name!r}{nearest(name, known)}")
         if known[name].metadata["kind"] == "size" and isinstance(value, str):
