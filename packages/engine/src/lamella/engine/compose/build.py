@@ -11,17 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lamella.engine.adapters.speculator import DrafterSpeculator, from_config
+from lamella.engine.adapters.speculator import from_config
 from lamella.engine.compose.core_config import CoreConfig
+from lamella.engine.compose.describe import describe
 from lamella.engine.config.machine import read_machine
 from lamella.engine.config.resolve import Resolved, resolve, resolve_kv_memory, resolve_token_budget
 from lamella.engine.config.schema import format_size
 from lamella.engine.core import CoreOptions, EngineCore
 from lamella.engine.errors import EngineError, StartError
 from lamella.engine.executor.in_process import InProcess
-from lamella.runner_v2.config import ModelConfig
+from lamella.engine.scheduler.kv_plan import KvDemand, plan_blocks
 from lamella.runner_v2.errors import RunnerError
-from lamella.runner_v2.step import RankReport
 from lamella.runner_v2.weights.open import read_config
 from lamella.runner_v2.worker import Worker
 
@@ -48,7 +48,8 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     options = config.options
     started = time.perf_counter()
     model = read_config(config.model_path)
-    resolved = resolve(options, config.model_path, model, read_machine(), progress=config.progress)
+    machine = read_machine()
+    resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
     executor = InProcess(Worker(resolved.runner, speculator))
     try:
@@ -57,6 +58,14 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         say(f"loaded {format_size(report.weight_bytes)} of weights in {loaded - started:.1f} s")
         resolved = resolve_kv_memory(resolved, report)
         resolved = resolve_token_budget(resolved, _prefill_speed(executor, resolved))
+        demand = KvDemand(
+            resolved.max_model_len,
+            resolved.max_num_batched_tokens,
+            resolved.runner.max_num_drafts,
+            report.lookahead,
+            executor.depth,
+        )
+        num_blocks = plan_blocks((report,), resolved.kv_bytes, demand).num_blocks
         (explained,) = executor.call("explain", {})
         core = EngineCore(
             executor,
@@ -65,12 +74,12 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 max_model_len=resolved.max_model_len,
                 max_num_seqs=resolved.max_num_seqs,
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
-                kv_bytes=resolved.kv_bytes,
+                num_blocks=num_blocks,
                 max_num_drafts=resolved.runner.max_num_drafts,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,
                 model=f"{model.family} {config.model_path} {options.dtype}",
-                report=describe(resolved, model, report, explained, speculator),
+                report=describe(resolved, machine, report, num_blocks, explained, speculator),
             ),
             draw_seed=_seeds(options.seed),
         )
@@ -98,58 +107,3 @@ def _prefill_speed(executor: InProcess, resolved: Resolved) -> float | None:
     num_tokens = min(MEASURED_TOKENS, resolved.max_model_len)
     (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens})
     return num_tokens / float(seconds)
-
-
-def describe(
-    resolved: Resolved,
-    model: ModelConfig,
-    report: RankReport,
-    explained: dict[str, Any],
-    speculator: DrafterSpeculator | None,
-) -> dict[str, Any]:
-    """What `lamella inspect` prints, by section; plain data."""
-    ops: list[list[Any]] = [["op", "provider", "places", "site", "why not others"]]
-    for choice in explained["ops"]:
-        refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
-        ops.append([choice["op"], choice["provider"] or "(smaller ops)", choice["num_sites"], choice["site"], refused])
-    attention = explained["attention"]
-    refused = "; ".join(f"{name}: {why}" for name, why in attention["refused"].items())
-    ops.append(["attention", attention["backend"], model.num_layers, "", refused])
-    groups: list[list[Any]] = [
-        ["group", "layers", "window", "block", "bytes per block", "bytes per token", "row format"]
-    ]
-    for group in report.groups:
-        groups.append(
-            [
-                group.name,
-                len(group.layers),
-                group.window or "-",
-                f"{group.block_size} tokens",
-                group.bytes_per_block,
-                group.bytes_per_block // group.block_size,
-                group.row_format,
-            ]
-        )
-    moe = next((layer.moe for layer in model.layers if layer.moe), None)
-    return {
-        "model": {
-            "path": resolved.runner.model_path,
-            "family": model.family,
-            "layers": model.num_layers,
-            "hidden": model.hidden_size,
-            "heads": f"{model.num_heads} query, {model.num_kv_heads} key/value, of {model.head_dim}",
-            "vocabulary": model.vocab_size,
-            "experts": f"{moe.num_experts_per_token} of {moe.num_experts}" if moe else "none",
-            "positions": model.max_position,
-        },
-        "options": [list(decision) for decision in resolved.decisions],
-        "ops": ops,
-        "KV groups": groups,
-        "memory": {
-            "weights": format_size(report.weight_bytes),
-            "KV cache": format_size(resolved.kv_bytes),
-            "left free": format_size(max(0, report.free_bytes - resolved.kv_bytes)),
-        },
-        "sampling defaults": dict(resolved.sampling_defaults),
-        "speculation": {"most drafts": speculator.needs.max_drafts} if speculator else {},
-    }
