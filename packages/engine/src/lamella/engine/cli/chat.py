@@ -37,59 +37,81 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args, EngineOptions, model=args.model)
     sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=True) as llm:
-        params = sampling_params(args, llm.sampling_defaults)
+        chat = Chat(llm, sampling_params(args, llm.sampling_defaults), args.system)
         note(dim("Ctrl-D ends, /clear forgets, /system TEXT sets the system message, /stats shows figures"))
-        system, last = args.system, ""
-        turns: list[dict[str, str]] = []
-        while True:
-            try:
-                text = input("> ").strip()
-            except EOFError:
-                print()
-                return 0
-            except KeyboardInterrupt:
-                print()
-                continue
-            except UnicodeDecodeError as error:
-                if not sys.stdin.isatty():
-                    raise StartError(f"standard input is not valid {error.encoding}: {error.reason}") from None
-                note(f"that was not valid {error.encoding}")
-                continue
-            if not text:
-                continue
-            if text in ("/exit", "/quit"):
-                return 0
-            if text == "/clear":
-                turns = []
-                continue
-            if text == "/stats":
-                note(last or "no answer yet")
-                continue
-            if text.startswith("/system"):
-                system = text.removeprefix("/system").strip() or None
-                turns = []
-                continue
+        while (text := read_line()) is not None and text not in ("/exit", "/quit"):
             if text.startswith("/"):
-                note(f"unknown command {text.split()[0]}; commands are /clear /system /stats /exit")
-                continue
-            turns.append({"role": "user", "content": text})
-            head = [{"role": "system", "content": system}] if system else []
-            try:
-                stream = llm.stream_chat(head + turns, params)
-            except RequestError as error:
-                note(f"{error} (use /clear to begin anew)")
-                turns.pop()
-                continue
-            pieces = []
-            try:
-                for piece in stream:
-                    pieces.append(piece)
-                    print(piece, end="", flush=True)
-            except KeyboardInterrupt:
+                chat.obey(text)
+            elif text:
+                chat.answer(text)
+    return 0
+
+
+def read_line() -> str | None:
+    """What was typed; nothing after Ctrl-C or bytes that are no text; None at the end of the input. Raises StartError
+    where standard input is a file that holds such bytes."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print()
+    except UnicodeDecodeError as error:
+        if not sys.stdin.isatty():
+            raise StartError(f"standard input is not valid {error.encoding}: {error.reason}") from None
+        note(f"that was not valid {error.encoding}")
+    return ""
+
+
+class Chat:
+    """A conversation, from one turn to the next."""
+
+    def __init__(self, llm: lamella.LLM, params: lamella.SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._turns: list[dict[str, str]] = []
+        self._last = ""
+
+    def obey(self, command: str) -> None:
+        """Run a command of the chat; /system begins anew."""
+        word, _, rest = command.partition(" ")
+        if word == "/clear":
+            self._turns = []
+        elif word == "/stats":
+            note(self._last or "no answer yet")
+        elif word == "/system":
+            self._system = rest.strip() or None
+            self._turns = []
+        else:
+            note(f"unknown command {word}; commands are /clear /system /stats /exit")
+
+    def answer(self, text: str) -> None:
+        """Print the answer as it comes. Ctrl-C stops it: what came stays in the conversation; where nothing came, the
+        question is forgotten."""
+        self._turns.append({"role": "user", "content": text})
+        head = [{"role": "system", "content": self._system}] if self._system else []
+        pieces: list[str] = []
+        stream = None
+        try:
+            stream = self._llm.stream_chat(head + self._turns, self._params)
+            for piece in stream:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except RequestError as error:
+            note(f"{error} (use /clear to begin anew)")
+            self._turns.pop()
+            return
+        except KeyboardInterrupt:
+            if stream is not None:
                 stream.close()
-            print()
-            if stream.output.error is not None:
-                note(f"the answer broke off: {stream.output.error}")
-            if stream.finished:
-                last = summary(stream.output)
-            turns.append({"role": "assistant", "content": "".join(pieces)})
+        print()
+        if stream is not None and stream.output.error is not None:
+            note(f"the answer broke off: {stream.output.error}")
+        if stream is not None and stream.finished:
+            self._last = summary(stream.output)
+        if pieces or (stream is not None and stream.finished):
+            self._turns.append({"role": "assistant", "content": "".join(pieces)})
+        else:
+            self._turns.pop()
