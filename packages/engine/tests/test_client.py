@@ -136,6 +136,20 @@ def test_a_waiting_reader_wakes_when_a_step_ends() -> None:
     run(scenario)
 
 
+def test_a_reader_may_set_a_time_limit() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(max_tokens=2))
+        with pytest.raises(TimeoutError):
+            await stream.take(0.005)
+        link.step()
+        assert (await stream.take(0.0))[0].token_ids == [97], "what waits is given at once"
+        asyncio.get_running_loop().call_later(0.01, link.step)
+        assert (await stream.take(5.0))[0].token_ids == [98]
+        assert await stream.take(0.0) == []
+
+    run(scenario)
+
+
 def test_stopping_one_sequence_leaves_the_others_running() -> None:
     async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
         stream = client.submit(request(n=3, max_tokens=2))

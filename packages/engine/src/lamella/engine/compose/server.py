@@ -49,6 +49,7 @@ def serve(options: EngineOptions, serve_options: ServeOptions) -> int:
                 api_keys=tuple(serve_options.api_key),
                 cors_origins=tuple(serve_options.allowed_origins),
                 max_body_bytes=serve_options.max_body_size,
+                keep_alive_s=serve_options.stream_keep_alive,
                 drain_timeout_s=serve_options.drain_timeout,
                 max_logprobs=options.max_logprobs,
                 log_stats=serve_options.log_stats,

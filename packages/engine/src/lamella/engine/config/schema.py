@@ -171,6 +171,13 @@ class ServeOptions:
         help="most requests that may wait for --max-num-seqs to have room, each prompt of a list counted; beyond it "
         "the answer is 503 with Retry-After",
     )
+    stream_keep_alive: float = option(
+        15.0,
+        group="server",
+        kind="float",
+        help="seconds of silence after which a stream sends a comment, so that proxies do not cut it (most do after "
+        "60); 0: never",
+    )
     drain_timeout: float = option(
         30.0, group="server", kind="float", help="seconds that running requests get after SIGTERM"
     )
@@ -182,6 +189,7 @@ class ServeOptions:
             ("port", 0, 65535),
             ("max_body_size", 1, 2**40),
             ("max_num_queued_reqs", 0, 2**31 - 1),
+            ("stream_keep_alive", 0, 10**6),
             ("drain_timeout", 0, 10**6),
         ):
             _check_range(self, name, low, high)

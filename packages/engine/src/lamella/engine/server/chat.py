@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,37 +9,23 @@ from starlette.responses import Response
 
 from lamella.engine.request import Request
 from lamella.engine.server import sse
-from lamella.engine.server.body import decode, read_body
-from lamella.engine.server.errors import json_response
+from lamella.engine.server.answer import Answer, Prepared, respond
 from lamella.engine.server.job import Job
 from lamella.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from lamella.engine.server.schema_chat import ChatRequest, check_messages, max_tokens, num_logprobs
 from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
 from lamella.engine.server.state import ServerState
-from lamella.engine.server.unsupported import ACCEPTED, CHAT
+from lamella.engine.server.unsupported import CHAT
 from lamella.engine.text.output import Piece
 
 
 async def create_chat_completion(http: HttpRequest) -> Response | sse.EventStream:
     """Answer a conversation, at once or as a stream."""
-    state: ServerState = http.app.state.server
-    arrival_s = state.clock()
-    state.admit()
-    raw = await read_body(http, state.options.max_body_bytes)
-    decoded = decode(raw, ChatRequest, CHAT, ACCEPTED)
-    body: ChatRequest = decoded.fields
-    model = state.model(body.model)
-    request = await state.off_loop(len(raw), lambda: prepare(state, body))
-    job = Job(state, [request], arrival_s)
-    try:
-        answer = ChatAnswer(state, job, body, model)
-        if body.stream:
-            return sse.EventStream(job, answer, decoded.headers)
-    except BaseException:
-        job.close()
-        raise
-    await job.finish(http.receive)
-    return json_response(answer.whole(), headers=decoded.headers)
+    return await respond(http, ChatRequest, CHAT, _prepared)
+
+
+def _prepared(state: ServerState, body: ChatRequest) -> Prepared:
+    return Prepared([prepare(state, body)], lambda job, model: ChatAnswer(state, job, body, model))
 
 
 def prepare(state: ServerState, body: ChatRequest) -> Request:
@@ -74,32 +58,21 @@ def prepare(state: ServerState, body: ChatRequest) -> Request:
     )
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """What a job's outputs look like to the client: one object, or chunks (as sse.ChunkWriter)."""
 
     def __init__(self, state: ServerState, job: Job, body: ChatRequest, model: str) -> None:
-        self._job = job
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = state.fingerprint
-        self._num_top = body.top_logprobs or 0
-        self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._return_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._running_usage = bool(options and options.continuous_usage_stats)
-        self._opened: set[int] = set()
-        self._chunks = sse.Chunks(
-            sse.CHAT,
-            answer_id=self._id,
-            created=self._created,
-            model=model,
-            fingerprint=self._fingerprint,
-            include_usage=self._include_usage,
+        super().__init__(
+            state,
+            job,
+            body,
+            model,
+            id_prefix="chatcmpl",
+            kind="chat.completion",
+            shape=sse.CHAT,
+            with_logprobs=bool(body.logprobs),
         )
-        # chunks that carry nothing but text take the short way
-        self._simple = not (body.logprobs or self._return_ids or self._running_usage)
+        self._num_top = body.top_logprobs or 0
 
     def whole(self) -> dict[str, Any]:
         """The answer in one object."""
@@ -116,15 +89,7 @@ class ChatAnswer:
             if self._return_ids:
                 choice["token_ids"] = output.token_ids
             choices.append(choice)
-        answer: dict[str, Any] = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-            "usage": sse.usage_json(self._job.usage),
-        }
+        answer = self._whole(choices)
         scores = generation.prompt_logprobs()
         if scores is not None:
             answer["prompt_logprobs"] = prompt_logprobs(scores)
@@ -140,18 +105,7 @@ class ChatAnswer:
                 return opening + self._chunks.text(choice, piece.text) if piece.text else opening
             if not (piece.text or piece.token_ids):
                 return opening
-        return opening + self._chunks.full(
-            choice,
-            piece.text,
-            logprobs=self._logprobs(piece.logprobs),
-            finish_reason=piece.finish_reason,
-            usage=self._job.usage if self._running_usage else None,
-            extra=self._extra(piece),
-        )
-
-    def last(self) -> bytes:
-        """The usage, if it was asked for."""
-        return self._chunks.usage(self._job.usage) if self._include_usage else b""
+        return opening + self._chunk(choice, piece, piece.text, self._logprobs(piece.logprobs), {})
 
     def _open(self, choice: int) -> bytes:
         """The first chunk of a choice tells the role."""
@@ -161,14 +115,6 @@ class ChatAnswer:
         if first and self._return_ids:
             return self._chunks.raw(choice, fields, prompt_token_ids=self._job.generations[0].request.prompt_ids)
         return self._chunks.raw(choice, fields)
-
-    def _extra(self, piece: Piece) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
-        if piece.finish_reason is not None:
-            extra["stop_reason"] = piece.stop_reason
-        if self._return_ids:
-            extra["token_ids"] = piece.token_ids
-        return extra
 
     def _logprobs(self, positions: Any) -> dict[str, Any] | None:
         if not positions and positions != []:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -13,14 +11,13 @@ from lamella.engine.errors import RequestError
 from lamella.engine.generation import Generation
 from lamella.engine.request import Request
 from lamella.engine.server import sse
-from lamella.engine.server.body import decode, read_body
-from lamella.engine.server.errors import json_response
+from lamella.engine.server.answer import Answer, Prepared, respond
 from lamella.engine.server.job import Job
 from lamella.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from lamella.engine.server.schema_completions import DEFAULT_MAX_TOKENS, CompletionRequest, prompts
 from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
 from lamella.engine.server.state import ServerState
-from lamella.engine.server.unsupported import ACCEPTED, COMPLETIONS
+from lamella.engine.server.unsupported import COMPLETIONS
 from lamella.engine.text.detokenizer import Detokenizer
 from lamella.engine.text.logprobs import PositionLogprobs, TokenLogprob, token_text_after
 from lamella.engine.text.output import Piece
@@ -29,24 +26,12 @@ from lamella.engine.text.tokenizer import Tokenizer
 
 async def create_completion(http: HttpRequest) -> Response | sse.EventStream:
     """Go on with prompts, at once or as a stream."""
-    state: ServerState = http.app.state.server
-    arrival_s = state.clock()
-    state.admit()
-    raw = await read_body(http, state.options.max_body_bytes)
-    decoded = decode(raw, CompletionRequest, COMPLETIONS, ACCEPTED)
-    body: CompletionRequest = decoded.fields
-    model = state.model(body.model)
-    requests, echoes = await state.off_loop(len(raw), lambda: prepare(state, body))
-    job = Job(state, requests, arrival_s)
-    try:
-        answer = CompletionAnswer(state, job, body, model, echoes)
-        if body.stream:
-            return sse.EventStream(job, answer, decoded.headers)
-    except BaseException:
-        job.close()
-        raise
-    await job.finish(http.receive)
-    return json_response(answer.whole(), headers=decoded.headers)
+    return await respond(http, CompletionRequest, COMPLETIONS, _prepared)
+
+
+def _prepared(state: ServerState, body: CompletionRequest) -> Prepared:
+    requests, echoes = prepare(state, body)
+    return Prepared(requests, lambda job, model: CompletionAnswer(state, job, body, model, echoes))
 
 
 def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request], list[Echo] | None]:
@@ -89,38 +74,26 @@ class Echo(NamedTuple):
     """Where in the text each of its tokens begins."""
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer):
     """What a job's outputs look like to the client: one object, or chunks (as sse.ChunkWriter)."""
 
     def __init__(
         self, state: ServerState, job: Job, body: CompletionRequest, model: str, echoes: list[Echo] | None
     ) -> None:
         """echoes: the prompts, in the order of the job's requests; None: not part of the answer."""
-        self._job = job
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = state.fingerprint
+        super().__init__(
+            state,
+            job,
+            body,
+            model,
+            id_prefix="cmpl",
+            kind="text_completion",
+            shape=sse.COMPLETION,
+            with_logprobs=body.logprobs is not None,
+        )
         self._num_sequences = len(job.generations[0].outputs)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._return_ids = bool(body.return_token_ids)
-        self._with_logprobs = body.logprobs is not None
         self._tells_scores = body.prompt_logprobs is not None
         self._echoes = echoes
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._running_usage = bool(options and options.continuous_usage_stats)
-        self._opened: set[int] = set()
-        self._chunks = sse.Chunks(
-            sse.COMPLETION,
-            answer_id=self._id,
-            created=self._created,
-            model=model,
-            fingerprint=self._fingerprint,
-            include_usage=self._include_usage,
-        )
-        # chunks that carry nothing but text take the short way
-        self._simple = not (self._with_logprobs or self._return_ids or self._running_usage)
 
     def whole(self) -> dict[str, Any]:
         """The answer in one object."""
@@ -142,15 +115,7 @@ class CompletionAnswer:
                     choice["token_ids"] = output.token_ids
                     choice["prompt_token_ids"] = generation.request.prompt_ids
                 choices.append(choice)
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-            "usage": sse.usage_json(self._job.usage),
-        }
+        return self._whole(choices)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         """A chunk for a piece. The first one of a choice begins with the echoed prompt."""
@@ -168,25 +133,11 @@ class CompletionAnswer:
             if not (text or piece.token_ids):
                 return b""
         generation = self._job.generations[number]
-        extra: dict[str, Any] = {}
-        if piece.finish_reason is not None:
-            extra["stop_reason"] = piece.stop_reason
-        if self._return_ids:
-            extra["token_ids"] = piece.token_ids
-            if opens:
-                extra["prompt_token_ids"] = generation.request.prompt_ids
-        return self._chunks.full(
-            choice,
-            text,
-            logprobs=self._logprobs(generation, echoed, piece.logprobs, piece.offsets or [], opens=opens),
-            finish_reason=piece.finish_reason,
-            usage=self._job.usage if self._running_usage else None,
-            extra=extra,
+        logprobs = self._logprobs(generation, echoed, piece.logprobs, piece.offsets or [], opens=opens)
+        extra: dict[str, Any] = (
+            {"prompt_token_ids": generation.request.prompt_ids} if self._return_ids and opens else {}
         )
-
-    def last(self) -> bytes:
-        """The usage, if it was asked for."""
-        return self._chunks.usage(self._job.usage) if self._include_usage else b""
+        return self._chunk(choice, piece, text, logprobs, extra)
 
     def _logprobs(
         self,

@@ -44,13 +44,13 @@ class Job:
             usage = usage.plus(generation.usage)
         return usage
 
-    async def take(self) -> list[tuple[int, Piece]]:
+    async def take(self, timeout_s: float | None = None) -> list[tuple[int, Piece]]:
         """(choice index, piece) of what has come; waits for something. Empty at the end.
 
-        Raises ClientGone after a disconnect, EngineError if a sequence failed.
+        Raises ClientGone after a disconnect, EngineError if a sequence failed, TimeoutError if nothing comes in time.
         """
         while True:
-            deltas = await self._stream.take()
+            deltas = await self._stream.take(timeout_s)
             if self._gone:
                 raise ClientGone
             if not deltas:

@@ -26,6 +26,8 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from; '*' for all."""
     max_body_bytes: int = 16 * 1024 * 1024
+    keep_alive_s: float = 15.0
+    """A stream that is silent for so long sends a comment; 0: never."""
     drain_timeout_s: float = 30.0
     """What running requests get after SIGTERM."""
     sampling_defaults: dict[str, Any] | None = None

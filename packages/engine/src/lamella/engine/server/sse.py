@@ -8,6 +8,8 @@ A chunk differs from the last one in a few values, so everything around them is 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -21,6 +23,8 @@ from lamella.engine.server.job import Job, watch_disconnect
 from lamella.engine.text.output import Piece
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: readers of event streams pass over it, and what stands between sees that the connection lives."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -47,20 +51,11 @@ COMPLETION = ChunkShape("text_completion", b'"text":', b"", b'"text":""')
 class Chunks:
     """Encodes the chunks of one answer."""
 
-    def __init__(
-        self,
-        shape: ChunkShape,
-        *,
-        answer_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        include_usage: bool = False,
-    ) -> None:
-        """include_usage: chunks carry a usage, null but for the last one."""
-        common = {"id": answer_id, "object": shape.object, "created": created, "model": model}
+    def __init__(self, shape: ChunkShape, head: Mapping[str, Any], *, include_usage: bool = False) -> None:
+        """head: what stands in front of the choices of a whole answer. include_usage: chunks carry a usage, null but
+        for the last one."""
         # the closing brace makes room for the choices
-        self._start = b"data: " + _encode({**common, "system_fingerprint": fingerprint})[:-1]
+        self._start = b"data: " + _encode({**head, "object": shape.object})[:-1]
         self._shape = shape
         self._end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._plain = shape.after_text + b',"logprobs":null,"finish_reason":null}]' + self._end
@@ -114,34 +109,36 @@ class ChunkWriter(Protocol):
 
 
 class EventStream:
-    """Sends a job's pieces as they come. Headers go out with the first of them, so that a request that fails before
-    has an error status; a later failure is an event of its own."""
+    """Sends a job's pieces as they come, and a comment whenever nothing could be sent for keep_alive_s (0: never).
 
-    def __init__(self, job: Job, writer: ChunkWriter, headers: dict[str, str]) -> None:
+    Headers go out with the first of either, so that a request that fails before has an error status; a later failure is
+    an event of its own.
+    """
+
+    def __init__(self, job: Job, writer: ChunkWriter, headers: dict[str, str], *, keep_alive_s: float = 0.0) -> None:
         self._job = job
         self._writer = writer
         self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
+        self._keep_alive_s = keep_alive_s
+        self._started = False
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream until the end, the client's disconnect or a failure; the job is over in any case."""
         job, writer = self._job, self._writer
-        started = False
         watch = watch_disconnect(receive, job.disconnect)
+        self._sent_s = time.monotonic()
         try:
-            while events := await job.take():
+            while events := await self._take(send):
                 body = b"".join([writer.piece(choice, piece) for choice, piece in events])
-                if not body:
-                    continue
-                if not started:
-                    started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            assert started
+                if body:
+                    await self._send(send, body)
+            assert self._started
             await send({"type": "http.response.body", "body": writer.last() + DONE, "more_body": False})
         except ClientGone:
             return
         except EngineError as error:
-            if not started:
+            if not self._started:
                 await error_response(error)(scope, receive, send)
                 return
             event = b"data: " + _encode({"error": error_body(error)}) + b"\n\n" + DONE
@@ -149,6 +146,27 @@ class EventStream:
         finally:
             job.close()
             watch.cancel()
+
+    async def _take(self, send: Send) -> list[tuple[int, Piece]]:
+        """What the job gives next, with comments while it gives nothing that can be told."""
+        if not self._keep_alive_s:
+            return await self._job.take()
+        while True:
+            left_s = self._sent_s + self._keep_alive_s - time.monotonic()
+            if left_s <= 0:
+                await self._send(send, KEEP_ALIVE)
+                continue
+            try:
+                return await self._job.take(left_s)
+            except TimeoutError:
+                pass
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sent_s = time.monotonic()
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
