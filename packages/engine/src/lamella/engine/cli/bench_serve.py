@@ -3,7 +3,8 @@
   lamella bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16
   lamella bench serve --request-rate 4 --num-prompts 100 --no-stream --plot load.png
 
-ttft: time to first token; tpot: time per output token after the first; itl: gap between chunks; e2el: whole request.
+ttft: time to first token; tpot: time per output token after the first; itl: gap between chunks; e2el: whole request,
+the only one of them that is known with --no-stream.
 The client's own CPU share is printed: near 100 % of a core, the figures are the client's and not the server's.
 """
 
@@ -87,11 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def latencies(answers: list[Answer]) -> dict[str, list[float]]:
-    """Seconds by kind, over all requests (itl: over all chunks)."""
+    """Seconds by kind, over all requests (itl: over all chunks). All but the whole are of streamed answers: another one
+    does not say when its tokens came, and neither does one that came in a single chunk."""
+    streamed = [a for a in answers if a.chunk_times]
+    several = [a for a in streamed if len(a.chunk_times) > 1]
     kinds: dict[str, list[float]] = {
-        "ttft": [a.ttft_s for a in answers],
-        "tpot": [(a.total_s - a.ttft_s) / (a.output_tokens - 1) for a in answers if a.output_tokens > 1],
-        "itl": [b - a for answer in answers for a, b in zip(answer.chunk_times, answer.chunk_times[1:])],
+        "ttft": [a.ttft_s for a in streamed],
+        "tpot": [(a.chunk_times[-1] - a.ttft_s) / (a.output_tokens - 1) for a in several if a.output_tokens > 1],
+        "itl": [b - a for answer in several for a, b in zip(answer.chunk_times, answer.chunk_times[1:])],
         "e2el": [a.total_s for a in answers],
     }
     return {name: values for name, values in kinds.items() if values}

@@ -26,6 +26,7 @@ class Answer(msgspec.Struct):
 
     text: str = ""
     chunk_times: list[float] = []
+    """Of the chunks with text of a streamed answer; of another nothing is known but the whole."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     total_s: float = 0.0
@@ -91,7 +92,6 @@ class LoadClient:
         if not body.get("stream"):
             await self._finish(response)
             answer.total_s = time.perf_counter() - start
-            answer.chunk_times = [answer.total_s]
             answered = _object(bytes(response.body))
             answer.text = _text(answered)
             self._take(answer, answered)
