@@ -47,7 +47,7 @@ ENGINE = {
 SERVER = {
     "serve": {
         "host", "port", "served_model_name", "api_key", "allowed_origins", "max_body_size", "max_num_queued_reqs",
-        "drain_timeout", "log_stats",
+        "drain_timeout", "stream_keep_alive", "log_stats",
     },
 }  # fmt: skip
 OWN = {
