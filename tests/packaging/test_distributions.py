@@ -77,6 +77,13 @@ def test_leaves_require_nothing_at_all(tables):
         assert tables[folder]["project"]["dependencies"] == []
 
 
+def test_types_and_style_are_checked_for_the_oldest_python_that_is_supported(tables, alone, root):
+    (oldest,) = {table["project"]["requires-python"] for table in tables.values()}
+    settings = alone.tomllib.loads((root / "pyproject.toml").read_text())["tool"]
+    assert oldest == f">={settings['mypy']['python_version']}"
+    assert settings["ruff"]["target-version"] == "py" + settings["mypy"]["python_version"].replace(".", "")
+
+
 GOOD = ["lamella/kvtier/__init__.py", "lamella/kvtier/py.typed", "lamella/kvtier/a/b.py", "x.dist-info/METADATA",
         "x.dist-info/licenses/LICENSE"]  # fmt: skip
 
