@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -389,3 +390,65 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_open() -> None:
         assert (await stream.take())[0].finish_reason == "length"
 
     run(scenario)
+
+
+def test_a_core_that_works_and_says_nothing_is_given_up() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        stream = client.submit(request(max_tokens=9))
+        with pytest.raises(EngineDeadError, match=r"the engine core ended: it hangs: no step in 0\.05 s, though 1 req"):
+            await stream.take()
+        assert link.num_dumps == 1
+        assert client.num_lost == 1
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            client.submit(request("late"))
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            await client.call("held")
+
+    run(scenario, step_timeout_s=0.05)
+
+
+def test_a_call_that_is_not_answered_counts_as_work() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        link.send = lambda message: None  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            await client.call("held")
+
+    run(scenario, step_timeout_s=0.05)
+
+
+def test_requests_that_are_given_up_do_not_hide_a_core_that_hangs() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        for number in range(1000):
+            if client.dead is not None:
+                break
+            stream = client.submit(request(f"r{number}"))
+            await asyncio.sleep(0.01)
+            stream.close()
+        assert "it hangs" in (client.dead or "")
+
+    run(scenario, step_timeout_s=0.05)
+
+
+def test_a_core_that_idles_or_speaks_is_left_alone() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        await asyncio.sleep(0.3)
+        stream = client.submit(request(max_tokens=30))
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            link.step()
+        assert sum([len(delta.token_ids) async for delta in stream]) == 9
+        assert (client.dead, link.num_dumps) == (None, 0)
+
+    run(scenario, step_timeout_s=0.2)
+
+
+def test_a_client_that_stood_still_does_not_blame_its_core() -> None:
+    async def scenario(client: EngineClient, link: FakeLink, core: ScriptedCore) -> None:
+        client.submit(request(max_tokens=30))
+        for _ in range(3):
+            time.sleep(0.3)  # the process was stopped
+            await asyncio.sleep(0)
+            link.step()
+        assert client.dead is None
+
+    run(scenario, step_timeout_s=0.2)

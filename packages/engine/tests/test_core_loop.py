@@ -49,6 +49,34 @@ def test_a_drained_loop_finishes_what_runs_and_refuses_the_rest() -> None:
     assert deltas[-1].finish_reason == "length"
 
 
+class MuteCore(ScriptedCore):
+    """Has nothing to tell of its first rounds, which take a tenth of a second each by its own clock."""
+
+    num_mute = 6
+    now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run_once(self) -> Batch:
+        self.now_s += 0.1
+        batch = super().run_once()
+        return batch if self.steps > self.num_mute else None  # type: ignore[return-value]
+
+
+def test_rounds_that_have_nothing_to_tell_show_that_they_are_made() -> None:
+    core, inbox = MuteCore(), Inbox()
+    inbox.put(add("a", 8))
+    inbox.put(Call(1, "drain"))
+    emitted: list[ToClient] = []
+    CoreLoop(core, inbox, emitted.append, clock=core.clock).run()
+    assert isinstance(emitted[0], Ready)
+    deltas = [message.deltas for message in emitted if isinstance(message, Batch)]
+    assert deltas[:2] == [[], []], "after rounds 3 and 6"
+    assert len(deltas) == 2 + 2
+    assert all(deltas[2:])
+
+
 def test_a_drained_loop_lingers_for_its_client() -> None:
     core, inbox = ScriptedCore(), Inbox()
     emitted: list[ToClient] = []

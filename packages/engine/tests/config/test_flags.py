@@ -228,3 +228,10 @@ def test_booleans_have_both_spellings() -> None:
     add_flags(parser, ServeOptions)
     assert parser.parse_args(["--log-stats"]).log_stats is True
     assert parser.parse_args(["--no-log-stats"]).log_stats is False
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, float("nan"), 10.0**7])
+def test_a_step_timeout_that_healthy_steps_would_miss_is_refused(value: float) -> None:
+    with pytest.raises(StartError, match="--step-timeout must be"):
+        ServeOptions(step_timeout=value)
+    assert ServeOptions(step_timeout=0.0).step_timeout == 0.0

@@ -186,6 +186,57 @@ def test_the_core_ends_when_its_client_is_killed() -> None:
     assert not exists(core_pid)
 
 
+def test_a_core_that_hangs_tells_where_and_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        link = ProcessLink(FACTORY, {"hang_after": 2})
+        client = EngineClient(link, step_timeout_s=0.3)
+        await client.start()
+        stream = client.submit(request("a"))
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            await to_the_end(stream)
+        begun_s = time.monotonic()
+        await client.close()
+        assert time.monotonic() - begun_s < 3
+        assert link._process.returncode == -signal.SIGKILL
+
+    asyncio.run(main())
+    stacks = capfd.readouterr().err
+    assert "scripted_core.py" in stacks
+    assert "in run_once" in stacks
+    assert "core-output" in stacks or "outbox.py" in stacks, "of all threads"
+
+
+def test_a_core_that_was_stopped_is_ended() -> None:
+    async def main() -> None:
+        link = ProcessLink(FACTORY, {"step_s": 0.01})
+        client = EngineClient(link, step_timeout_s=0.3)
+        await client.start()
+        stream = client.submit(request("a", max_tokens=400))
+        await stream.take()
+        os.kill(link.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="it hangs"):
+            await to_the_end(stream)
+        await client.close()
+        assert link._process.returncode == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_misses_nothing() -> None:
+    async def main() -> None:
+        async with started(tokens_per_step=200) as (client, _link):
+            text = b"say:" + bytes(range(97, 123)) * 4
+            params = SamplingParams(max_tokens=100_000, ignore_eos=True)
+            stream = client.submit(Request("a", list(text), params, 100_000, [257]))
+            time.sleep(0.5)  # hundreds of messages come meanwhile
+            ids = [token_id async for delta in stream for token_id in delta.token_ids]
+            assert bytes(ids[:104]) == text[4:]
+            assert len(ids) == 100_000
+            assert client.stats.steps == 500
+
+    asyncio.run(main())
+
+
 def test_closing_kills_a_core_that_does_not_end() -> None:
     async def main() -> None:
         link = ProcessLink(FACTORY, {"step_s": 60.0})

@@ -33,10 +33,11 @@ from lamella.engine.testing.byte_tokenizer import byte_tokenizer
 from lamella.engine.testing.scripted_core import FACTORY
 
 config, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+step_timeout_s = options.pop("step_timeout_s", 0.0)
 link = ProcessLink(FACTORY, config)
 print(link.pid, flush=True)
 sys.exit(run_server(
-    lambda: EngineClient(link, progress=lambda text: print(text, flush=True)),
+    lambda: EngineClient(link, progress=lambda text: print(text, flush=True), step_timeout_s=step_timeout_s),
     byte_tokenizer(),
     ServerOptions(served_names=("m",), port=0, **options),
     started=lambda handle: print(handle.url, flush=True),
@@ -202,6 +203,21 @@ def test_a_killed_core_is_told_and_ends_the_server() -> None:
         answer = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert server.code() == 1
+
+
+def test_a_core_that_hangs_is_told_and_ends_the_server() -> None:
+    with loading_process({"hang_after": 2}, step_timeout_s=0.5) as (process, core_pid):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with httpx.Client(base_url=process.stdout.readline().strip(), timeout=20) as http:
+            answer = http.post("/v1/completions", json={"prompt": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            assert answer.json()["error"]["message"].startswith("the engine core ended: it hangs: no step in 0.5 s")
+            health = http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "dead")
+        assert process.wait(15) == 1
+        assert not os.path.exists(f"/proc/{core_pid}")
+        assert "in run_once" in process.stderr.read(), "where it stands"
 
 
 def test_a_core_that_crashes_fails_what_waits_for_it() -> None:

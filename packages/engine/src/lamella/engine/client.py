@@ -8,7 +8,7 @@ that a slow reader costs memory for its tokens and nothing else. All deltas of a
 
 Invariants: every open request is in `_streams` until all its sequences have ended, were stopped or the core died;
 `_num_open` is the number of their sequences that have not ended. When the core dies every stream and call fails with
-EngineDeadError at once, and nothing can be submitted any more.
+EngineDeadError at once, and nothing can be submitted any more. A core that hangs is given up as if it had died.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ from lamella.engine.wire import (
 
 MAX_RETRY_AFTER_S = 60
 CLOSED = "the engine was closed"
+NUM_CHECKS = 10
+"""So often within step_timeout_s it is looked whether the core still speaks."""
+DUMP_GRACE_S = 1.0
+"""What a core that seems to hang gets to write its stacks, or to speak after all."""
 
 
 class CoreLink(Protocol):
@@ -53,6 +57,9 @@ class CoreLink(Protocol):
 
     def send(self, message: ToCore) -> None:
         """Pass a message on without blocking. To a core that ended: nothing happens, `lost` tells."""
+
+    def dump_stacks(self) -> None:
+        """Have the core write the stacks of its threads to standard error, if it still can; returns at once."""
 
     def detach(self) -> None:
         """Deliver nothing more."""
@@ -74,9 +81,11 @@ class EngineClient:
         *,
         max_queued: int | None = None,
         progress: Callable[[str], None] | None = None,
+        step_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_queued: requests that may wait while the core has its hands full; None: no limit."""
+        """max_queued: requests that may wait while the core has its hands full; None: no limit. step_timeout_s: a core
+        that has work and says nothing for so long counts as hung; 0: never."""
         self.stats = Stats()
         self.dead: str | None = None
         self.num_lost = 0
@@ -86,6 +95,7 @@ class EngineClient:
         self._link = link
         self._max_queued = max_queued
         self._progress = progress
+        self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._info: CoreInfo | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,6 +107,11 @@ class EngineClient:
         self._next_call = 0
         self._num_open = 0
         self._mean_request_s = 1.0
+        self._heard = False
+        """Something came since the last check."""
+        self._num_silent = 0
+        """Checks in a row that found work and heard nothing."""
+        self._hung = False
 
     async def start(self) -> CoreInfo:
         """Open the road and wait until the core is ready. Raises StartError with the core's reason if it cannot.
@@ -218,9 +233,11 @@ class EngineClient:
         self.fail_all(error)
         self._fail_futures(error, error)
         self._link.detach()
-        await asyncio.get_running_loop().run_in_executor(None, self._link.close, timeout_s)
+        # one that hangs will not end by itself
+        await asyncio.get_running_loop().run_in_executor(None, self._link.close, 0.0 if self._hung else timeout_s)
 
     def _receive(self, message: ToClient) -> None:
+        self._heard = True
         if isinstance(message, Batch):
             for delta in message.deltas:
                 stream = self._streams.get(delta.request_id)
@@ -242,12 +259,37 @@ class EngineClient:
             assert self._ready is not None
             if not self._ready.done():
                 self._ready.set_result(message.info)
+            if self._step_timeout_s:
+                self._check_later()
         elif isinstance(message, Progress):
             if self._progress is not None:
                 self._progress(message.text)
         else:
             assert isinstance(message, Dead)
             self._die(message.reason, message.reason)
+
+    def _check_later(self) -> None:
+        """Checks are counted, not seconds: a client that stood still itself must not blame its core for it."""
+        assert self._loop is not None
+        grace_s = DUMP_GRACE_S if self._num_silent > NUM_CHECKS else math.inf
+        self._loop.call_later(min(self._step_timeout_s / NUM_CHECKS, grace_s), self._check_core)
+
+    def _check_core(self) -> None:
+        if self.dead is not None or self._closed:
+            return
+        if self._heard:
+            self._num_silent = 0
+        elif self._streams or self._calls:
+            self._num_silent += 1
+        self._heard = False
+        if self._num_silent == NUM_CHECKS + 1:
+            self._link.dump_stacks()
+        elif self._num_silent > NUM_CHECKS + 1:
+            self._hung = True
+            reason = f"it hangs: no step in {self._step_timeout_s:g} s, though {len(self._streams)} requests wait"
+            self._die(f"{reason}; where it stands is on standard error", reason)
+            return
+        self._check_later()
 
     def _lost(self, reason: str) -> None:
         self._die(reason, f"the engine core ended before it was ready: {reason}")

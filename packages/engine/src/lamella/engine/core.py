@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamella.engine.errors import CapacityError, EngineDeadError, EngineError, OverloadedError, RequestError
+from lamella.engine.errors import CapacityError, EngineDeadError, EngineError, RequestError
 from lamella.engine.executor.protocol import Alone, Executor, Rendezvous
 from lamella.engine.request import Delta, Request
 from lamella.engine.scheduler.config import PolicyName, SchedulerConfig
@@ -38,8 +38,6 @@ class CoreOptions:
     """For the KV cache on each rank; None: what the ranks report as free."""
     num_blocks: tuple[int, ...] | None = None
     """Blocks per group, the null block included; None: planned from kv_bytes."""
-    max_num_queued: int | None = None
-    """Most sequences that wait; None: no limit."""
     max_num_drafts: int = 0
     policy: PolicyName = "fcfs"
     prefix_caching: bool = True
@@ -101,12 +99,11 @@ class EngineCore:
             draw_seed=draw_seed or (lambda: secrets.randbits(64)),
         )
         self._vocab_size = report.vocab_size
-        self._max_num_queued = options.max_num_queued
         self._clock = clock
         self._agree = (rendezvous or Alone()).agree
         self._inbox: list[Request | tuple[str, int | None]] = []
-        self._queued: dict[str, int] = {}
-        """Requests in the inbox, with their numbers of sequences."""
+        self._queued: set[str] = set()
+        """Ids of the requests in the inbox."""
         self._untold: list[Delta] = []
         """For the next batch: refusals, and what steps said that ended before a call."""
         self._told = (False, 0, 0)
@@ -132,17 +129,13 @@ class EngineCore:
     def submit(self, request: Request) -> None:
         """Queue a request for the next round.
 
-        Raises RequestError if it can never be served, OverloadedError if too many wait.
+        Raises RequestError if it can never be served.
         """
         if request.request_id in self._queued or request.request_id in self._scheduler.books.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        if self._max_num_queued is not None:
-            num_waiting = self._scheduler.books.num_waiting + sum(self._queued.values())
-            if num_waiting > self._max_num_queued:
-                raise OverloadedError(f"{num_waiting} sequences wait, {self._max_num_queued} may")
         check_request(request, self._config, self._manager, self._vocab_size)
         self._inbox.append(request)
-        self._queued[request.request_id] = request.params.n
+        self._queued.add(request.request_id)
 
     def add(self, request: Request) -> None:
         """Queue a request for the next round; what is wrong with it comes back as a delta of each of its sequences."""

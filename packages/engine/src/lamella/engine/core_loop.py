@@ -4,18 +4,23 @@ others; who moves the messages does not matter to it.
     inbox ──► handle ──► core.run_once() ──► emit
       ▲ blocks while the core has no work
 
-A core that raises is over: the loop emits Dead with the reason and raises CoreCrash.
+A core that raises is over: the loop emits Dead with the reason and raises CoreCrash. While rounds have nothing to tell
+(chunks of a long prompt), an empty batch says now and then that they are made.
 """
 
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lamella.engine.errors import EngineError
 from lamella.engine.request import Delta, Request
 from lamella.engine.wire import Abort, Add, Batch, Call, CallResult, CoreInfo, Dead, Ready, ToClient, ToCore
+
+PULSE_S = 0.25
+"""A core that works is silent for no longer, but for the time that a round takes."""
 
 
 class Core(Protocol):
@@ -90,18 +95,28 @@ class Inbox:
 class CoreLoop:
     """Runs a core until its inbox is closed, or is drained and nothing is left to do."""
 
-    def __init__(self, core: Core, inbox: Inbox, emit: Callable[[ToClient], None], *, linger_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        core: Core,
+        inbox: Inbox,
+        emit: Callable[[ToClient], None],
+        *,
+        linger_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """linger_s: what a drained loop without work waits for its client to end it, refusing requests meanwhile."""
         self._core = core
         self._inbox = inbox
         self._emit = emit
         self._linger_s = linger_s
+        self._clock = clock
 
     def run(self) -> None:
         """Emit Ready, then work. Closes the core at the end, whatever the end is."""
-        core, inbox, emit = self._core, self._inbox, self._emit
+        core, inbox, emit, clock = self._core, self._inbox, self._emit, self._clock
         try:
             emit(Ready(core.info))
+            told_s = clock()
             while not inbox.closed:
                 timeout_s = self._linger_s if inbox.draining else None
                 messages = inbox.take(wait=not core.has_work, timeout_s=timeout_s)
@@ -111,8 +126,10 @@ class CoreLoop:
                     self._handle(message)
                 if core.has_work and not inbox.closed:
                     batch = core.run_once()
-                    if batch is not None:
-                        emit(batch)
+                    now_s = clock()
+                    if batch is not None or now_s - told_s >= PULSE_S:
+                        emit(batch or Batch([]))
+                        told_s = now_s
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             emit(Dead(reason))

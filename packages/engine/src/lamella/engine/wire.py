@@ -96,7 +96,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 
 
 class Batch(msgspec.Struct, tag="batch", array_like=True, gc=False):
-    """Results of one step."""
+    """Results of one step. Without deltas: a sign that steps are made, or that sequences came, began or went."""
 
     deltas: list[Delta]
     stats: Stats | None = None

@@ -3,10 +3,11 @@
     standard input ─ start message ─► build the core ─► CoreLoop on the main thread
                    └ end of file  ─► the client is gone: end
     input thread    PULL ─► decode ─► inbox
-    output thread   outbox ─► encode ─► PUSH
+    output thread   outbox ─► encode ─► PUSH (links/outbox.py)
 
 SIGTERM drains: what runs may finish, new requests are refused. SIGINT is the client's business. Whatever else ends the
-core is told in a last Dead message, and the exit code is not 0.
+core is told in a last Dead message, and the exit code is not 0. On SIGUSR1 the stacks of all threads go to standard
+error, whatever the threads are doing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import gc
 import importlib
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -29,8 +29,9 @@ import zmq
 
 from lamella.engine.core_loop import Core, CoreCrash, CoreLoop, Inbox
 from lamella.engine.errors import EngineError
+from lamella.engine.links.outbox import Outbox
 from lamella.engine.links.process import CoreStart
-from lamella.engine.wire import Dead, Progress, ToClient, encoder, to_core
+from lamella.engine.wire import Dead, Progress, ToClient, to_core
 
 EXIT_GRACE_S = 5.0
 """What the core gets to end by itself once its client is gone."""
@@ -42,39 +43,10 @@ see its core vanish before it has read its own."""
 log = logging.getLogger("lamella.core")
 
 
-class Outbox:
-    """The output thread: encodes and sends, so that the main thread goes on with the next step."""
-
-    def __init__(self, address: str) -> None:
-        self._queue: queue.SimpleQueue[ToClient | None] = queue.SimpleQueue()
-        self._address = address
-        self._thread = threading.Thread(target=self._run, name="core-output", daemon=True)
-        self._thread.start()
-
-    def put(self, message: ToClient) -> None:
-        """Queue a message."""
-        self._queue.put(message)
-
-    def close(self) -> None:
-        """Return when everything queued has been sent or its receiver is gone."""
-        self._queue.put(None)
-        self._thread.join(EXIT_GRACE_S)
-
-    def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        socket = context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, int(EXIT_GRACE_S * 1000))
-        socket.connect(self._address)
-        while (message := self._queue.get()) is not None:
-            socket.send(encoder.encode(message))
-        socket.close()
-        context.term()  # waits until the last message is out
-
-
 def main() -> int:
     """Run the core of the start message on standard input; returns the exit code."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = read_start()
     if start is None:
@@ -89,7 +61,7 @@ def main() -> int:
     threading.excepthook = thread_died
     outbox = Outbox(start.to_client)
     running, client_gone = threading.Event(), threading.Event()
-    watch = (inbox, running, client_gone)
+    watch = (inbox, outbox, running, client_gone)
     threading.Thread(target=watch_client, args=watch, name="core-parent", daemon=True).start()
     try:
         receive(start.to_core, inbox)
@@ -135,7 +107,7 @@ def build(start: CoreStart, emit: Callable[[ToClient], None]) -> Core | None:
         return None
 
 
-def watch_client(inbox: Inbox, running: threading.Event, client_gone: threading.Event) -> None:
+def watch_client(inbox: Inbox, outbox: Outbox, running: threading.Event, client_gone: threading.Event) -> None:
     """Wait for the end of standard input; then end the loop, or the process if no loop runs or it does not end."""
     while os.read(sys.stdin.fileno(), 1 << 16):
         pass
@@ -143,6 +115,7 @@ def watch_client(inbox: Inbox, running: threading.Event, client_gone: threading.
         os._exit(1)  # nothing but a model that is being loaded is lost
     client_gone.set()
     inbox.close()
+    outbox.abandon()
     threading.Event().wait(EXIT_GRACE_S)
     os._exit(1)
 

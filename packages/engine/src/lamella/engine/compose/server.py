@@ -39,7 +39,12 @@ def serve(options: EngineOptions, serve_options: ServeOptions) -> int:
         run = importlib.import_module("lamella.engine.server.run")
         front = load_front(options, progress=True, source=source)
         code: int = run.run_server(
-            lambda: EngineClient(link, max_queued=serve_options.max_num_queued_reqs, progress=note),
+            lambda: EngineClient(
+                link,
+                max_queued=serve_options.max_num_queued_reqs,
+                progress=note,
+                step_timeout_s=serve_options.step_timeout,
+            ),
             front.tokenizer,
             ServerOptions(
                 served_names=tuple(serve_options.served_model_name) or (options.model,),

@@ -178,6 +178,13 @@ class ServeOptions:
         help="seconds of silence after which a stream sends a comment, so that proxies do not cut it (most do after "
         "60); 0: never",
     )
+    step_timeout: float = option(
+        300.0,
+        group="server",
+        kind="float",
+        help="seconds without a step, while requests wait, after which the engine core counts as hung and the server "
+        "ends, with exit code 1; above what the longest step takes; 0: never",
+    )
     drain_timeout: float = option(
         30.0, group="server", kind="float", help="seconds that running requests get after SIGTERM"
     )
@@ -190,9 +197,12 @@ class ServeOptions:
             ("max_body_size", 1, 2**40),
             ("max_num_queued_reqs", 0, 2**31 - 1),
             ("stream_keep_alive", 0, 10**6),
+            ("step_timeout", 0, 10**6),
             ("drain_timeout", 0, 10**6),
         ):
             _check_range(self, name, low, high)
+        if 0 < self.step_timeout < 1:
+            raise StartError(f"--step-timeout must be 0 (never) or at least 1, got {self.step_timeout}")
         for name in ("served_model_name", "api_key", "allowed_origins"):
             if not all(getattr(self, name)):
                 raise StartError(f"{flag(name)} must not be empty")

@@ -5,8 +5,9 @@
     PULL to_client ◄────── msgpack of wire ─────  PUSH   output thread
     standard input of the core ─ start message, then open: its end tells the core that the client is gone
 
-Receivers bind and senders connect, because a connected sender queues what its peer has not taken yet. A thread waits
-for the process: its end is known at once, whatever way it ended.
+Receivers bind and senders connect, because a connected sender queues what its peer has not taken yet. What the core
+says is bounded (outbox.py); what it is told is not, as its input thread always reads. A thread waits for the process:
+its end is known at once, whatever way it ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 import zmq
 
 from lamella.engine.links.endpoint import Endpoint
+from lamella.engine.links.outbox import MAX_MESSAGES
 from lamella.engine.wire import ToClient, ToCore, encoder, to_client
 
 CORE_MODULE = "lamella.engine.compose.core"
@@ -53,6 +55,7 @@ class ProcessLink:
         try:
             self._push = self._socket(zmq.PUSH)
             self._pull = self._socket(zmq.PULL)
+            self._pull.setsockopt(zmq.RCVHWM, MAX_MESSAGES)
             self._pull.bind(self._endpoint.to_client)
             start = CoreStart(factory, config, self._endpoint.to_core, self._endpoint.to_client, log_level)
             self._process = subprocess.Popen([sys.executable, "-m", CORE_MODULE], stdin=subprocess.PIPE, stdout=2)
@@ -96,6 +99,10 @@ class ProcessLink:
             self._push.connect(self._endpoint.to_core)
             self._connected = True
         self._push.send(encoder.encode(message), zmq.NOBLOCK)
+
+    def dump_stacks(self) -> None:
+        """By a signal, which the core heeds though its threads hang; one that is stopped or gone does not."""
+        self._process.send_signal(signal.SIGUSR1)
 
     def detach(self) -> None:
         """Deliver nothing more."""
@@ -148,7 +155,6 @@ class ProcessLink:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
         return socket
 
     def _drain(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import faulthandler
 import logging
 import threading
 from collections.abc import Callable
@@ -11,6 +11,9 @@ from collections.abc import Callable
 from lamella.engine.core_loop import Core, CoreCrash, CoreLoop, Inbox
 from lamella.engine.errors import EngineError
 from lamella.engine.wire import Dead, Progress, ToClient, ToCore
+
+MAX_MESSAGES = 64
+"""Told and not delivered: beyond it the core waits for the loop."""
 
 log = logging.getLogger("lamella.core")
 
@@ -26,6 +29,7 @@ class ThreadLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._receive: Callable[[ToClient], None] | None = None
         self._detached = False
+        self._room = threading.Semaphore(MAX_MESSAGES)
 
     def open(
         self, loop: asyncio.AbstractEventLoop, receive: Callable[[ToClient], None], lost: Callable[[str], None]
@@ -38,9 +42,14 @@ class ThreadLink:
         """Queue a message."""
         self._inbox.put(message)
 
+    def dump_stacks(self) -> None:
+        """The stacks of this whole process."""
+        faulthandler.dump_traceback(file=2)
+
     def detach(self) -> None:
         """Deliver nothing more."""
         self._detached = True
+        self._room.release()  # the core may be waiting for a loop that runs no more
 
     def close(self, timeout_s: float) -> None:
         """End the loop and wait for the thread; a thread that does not end in time stays behind as a daemon."""
@@ -66,10 +75,17 @@ class ThreadLink:
 
     def _emit(self, message: ToClient) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        self._room.acquire()
+        if self._detached:
+            self._room.release()
+            return
+        try:
             self._loop.call_soon_threadsafe(self._deliver, message)
+        except RuntimeError:  # the loop may be closed by now
+            self._room.release()
 
     def _deliver(self, message: ToClient) -> None:
+        self._room.release()
         if not self._detached:
             assert self._receive is not None
             self._receive(message)

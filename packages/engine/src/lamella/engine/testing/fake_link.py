@@ -19,6 +19,7 @@ class FakeLink:
         self.core = core
         self.sent: list[ToCore] = []
         self.closed = False
+        self.num_dumps = 0
         self._automatic = automatic
         self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,6 +64,10 @@ class FakeLink:
             self._lost(reason)
         else:
             self._receive(Dead(reason))
+
+    def dump_stacks(self) -> None:
+        """Count it."""
+        self.num_dumps += 1
 
     def detach(self) -> None:
         """Deliver nothing more."""

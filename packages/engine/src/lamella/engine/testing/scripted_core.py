@@ -71,6 +71,8 @@ class ScriptedCore:
     tokens_per_step: int = 1
     crash_after: int | None = None
     """Raise in that step."""
+    hang_after: int | None = None
+    """Never come back from that step."""
     fail_on: int | None = None
     """A sequence that would emit this id fails with an error of its own."""
     fail_status: int = 500
@@ -124,6 +126,8 @@ class ScriptedCore:
         self.steps += 1
         if self.crash_after is not None and self.steps >= self.crash_after:
             raise RuntimeError("the script says crash")
+        while self.hang_after is not None and self.steps >= self.hang_after:
+            time.sleep(60)
         if self.step_s:
             time.sleep(self.step_s)
         for name in list(self._waiting)[: self.info.max_num_seqs - len(self._running)]:
