@@ -11,6 +11,7 @@ wrong block shows as a wrong id.
 from __future__ import annotations
 
 import random
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,10 +22,11 @@ from lamella.engine.core import CoreOptions, EngineCore
 from lamella.engine.executor.in_process import InProcess
 from lamella.engine.request import Delta, Logprob, Request, SamplingParams
 from lamella.engine.scheduler.config import PolicyName
+from lamella.engine.scheduler.cost import TokenCost
 from lamella.engine.sequence import State, row_params
 from lamella.engine.wire import sequence_id
 from lamella.kvtier.testing.fake_clock import FakeClock
-from lamella.runner_v2.step import Step, TokenLogprobs
+from lamella.runner_v2.step import Step, TokenLogprobs, Work
 from lamella.runner_v2.testing.fake_runner import FakeModel, FakeRunner
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (5,), (None, 6), (None, 3, 9)]
@@ -51,6 +53,7 @@ class World:
     arrival_rate: float
     abort_rate: float
     reset_rate: float
+    token_cost: TokenCost
 
     @staticmethod
     def draw(rng: random.Random, scale: int) -> World:
@@ -85,6 +88,7 @@ class World:
             arrival_rate=rng.choice((0.2, 0.7, 1.0)),
             abort_rate=rng.choice((0.0, 0.0, 0.05, 0.2)),
             reset_rate=rng.choice((0.0, 0.0, 0.05)),
+            token_cost=TokenCost(rng.choice((0.0, 0.0, 0.05, 1.0)), rng.choice((1, 3))),
         )
 
 
@@ -147,6 +151,8 @@ class CheckedExecutor(InProcess):
     world: World
     clock: FakeClock
     core: EngineCore
+    decoded: Set[int] = frozenset()
+    """Sequences whose prompts were computed before this step."""
 
     def submit(self, step: Step) -> None:
         work = step.work
@@ -157,11 +163,25 @@ class CheckedExecutor(InProcess):
             assert min(work.query_lens) >= 1
             assert all(0 <= v < q for v, q in zip(work.verify_lens, work.query_lens))
             assert max(work.propose_lens) <= self.world.max_num_drafts
+            self.check_cost(work)
         books = self.core._scheduler.books
         for sequence in (*books.prefilling, *books.decoding):
             assert sequence.reach < sequence.max_len or sequence.scores_only, "computed beyond the end"
         self.clock.advance(0.125)
         super().submit(step)
+
+    def check_cost(self, work: Work) -> None:
+        """Beyond the least of prompt tokens, a step takes no longer than a full one from an empty context on."""
+        books, cost = self.core._scheduler.books, self.world.token_cost
+        sequences = {s.row: s for s in (*books.prefilling, *books.decoding)}
+        reached = [sequences[row].reach for row in work.rows]
+        whole = sum(cost.of(end - num, num) for end, num in zip(reached, work.query_lens))
+        decoding = {s.row for s in books.decoding if s.id in self.decoded}
+        self.decoded = {s.id for s in books.decoding}
+        prompt_tokens = sum(num for row, num in zip(work.rows, work.query_lens) if row not in decoding)
+        if prompt_tokens > cost.least_tokens:
+            last_token = cost.of(self.world.max_model_len, 1)
+            assert whole <= cost.of(0, self.world.max_num_batched_tokens) + last_token, "a step that takes too long"
 
 
 class Simulation:
@@ -192,6 +212,7 @@ class Simulation:
                 max_num_drafts=world.max_num_drafts,
                 policy=world.policy,
                 prefix_caching=world.prefix_caching,
+                token_cost=world.token_cost,
             ),
             clock=self.clock.now,
             draw_seed=lambda: 7,

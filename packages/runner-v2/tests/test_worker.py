@@ -58,6 +58,9 @@ def test_calls(worker: Worker) -> None:
     assert 0 < worker.call("measure_prefill", num_tokens=16) < 10
     with pytest.raises(ConfigError, match="1 to 257 tokens, not 258"):
         worker.call("measure_prefill", num_tokens=258)
+    assert 0 < worker.call("measure_prefill", num_tokens=16, context_len=241) < 10
+    with pytest.raises(ConfigError, match="16 tokens has 0 to 241 before it, not 242"):
+        worker.call("measure_prefill", num_tokens=16, context_len=242)
     with pytest.raises(ConfigError, match="knows no operation 'sleep'; it knows stats"):
         worker.call("sleep")
 
@@ -98,6 +101,32 @@ def test_measuring_runs_those_ids(worker: Worker) -> None:
 
     profile_prefill(assembly._replace(model=Model()), 48, "cpu", num_runs=1)
     assert torch.equal(seen[0], spread_ids(48, assembly.config.vocab_size))
+
+
+@pytest.mark.parametrize("context_len", [0, 7, 16, 130])
+def test_a_measured_chunk_stands_behind_its_context(worker: Worker, context_len: int) -> None:
+    worker.open()
+    assembly = worker.runner.assembly
+    seen: list[ModelInput] = []
+
+    class Model:
+        layers, finish = assembly.model.layers, assembly.model.finish
+
+        def embed(self, inputs: ModelInput) -> Carried:
+            seen.append(inputs)
+            return assembly.model.embed(inputs)
+
+    profile_prefill(assembly._replace(model=Model()), 48, "cpu", context_len=context_len, num_runs=1)
+    positions, plan = seen[0].positions, seen[0].plans[0]
+    end = context_len + 48
+    assert positions.tolist() == list(range(context_len, end))
+    assert (plan.seq_lens, plan.tables.shape) == ([end], (1, -(-end // 16)))
+    written = plan.block_idx * 16 + plan.block_offset
+    assert len(written.unique()) == 48
+    assert torch.equal(plan.tables[0][positions // 16], plan.block_idx)
+    before = plan.tables[0][: context_len // 16]
+    assert 0 not in plan.tables
+    assert not set(before.tolist()) & set(plan.block_idx.tolist()), "a context is not overwritten"
 
 
 def test_masks_come_before_the_step(worker: Worker) -> None:

@@ -9,7 +9,9 @@ import pytest
 from lamella.engine.config.machine import Machine
 from lamella.engine.config.resolve import (
     CPU_MIN_TOKENS,
+    CPU_STEP_TARGET_S,
     Resolved,
+    TimedChunk,
     resolve,
     resolve_kv_memory,
     resolve_token_budget,
@@ -142,13 +144,51 @@ def test_a_sliding_group_alone_fits_any_length() -> None:
 
 @pytest.mark.parametrize(("speed", "budget"), [(100.0, CPU_MIN_TOKENS), (3000.0, 1472), (1e6, 4096)])
 def test_token_budget_follows_the_measured_speed(speed: float, budget: int) -> None:
-    result = resolve_token_budget(resolved(), speed)
+    result = resolve_token_budget(resolved(), TimedChunk(256, 256 / speed))
     assert result.max_num_batched_tokens == budget
-    assert "prompt tokens/s" in reason(result, "max_num_batched_tokens")
+    assert f"{speed:.0f} prompt tokens/s" in reason(result, "max_num_batched_tokens")
+    assert result.token_cost.slope == 0.0
+
+
+def timed(num_tokens: int, context_len: int, base_s: float, rise_s: float) -> TimedChunk:
+    """On a machine where a token takes base_s, and rise_s more for each one before it."""
+    seconds = sum(base_s + rise_s * position for position in range(context_len, context_len + num_tokens))
+    return TimedChunk(num_tokens, seconds, context_len)
+
+
+@pytest.mark.parametrize("rise_s", [0.0, 2e-8, 3e-7])
+def test_the_context_is_part_of_what_a_step_may_cost(rise_s: float) -> None:
+    base_s = 2.5e-4
+    result = resolve_token_budget(resolved(), timed(256, 0, base_s, rise_s), timed(64, 1984, base_s, rise_s))
+    cost, budget = result.token_cost, result.max_num_batched_tokens
+    assert cost.slope == pytest.approx(rise_s / base_s)
+    assert 0.9 * CPU_STEP_TARGET_S < timed(budget, 0, base_s, rise_s).seconds <= CPU_STEP_TARGET_S
+    longest = min(budget, cost.fitting(1500, cost.of(0, budget)))
+    assert timed(longest - 1, 1500, base_s, rise_s).seconds <= CPU_STEP_TARGET_S
+    said = reason(result, "token cost")
+    if rise_s:
+        assert f"from {budget} tokens to {cost.fitting(2047, cost.of(0, budget))} at its end" in said
+    else:
+        assert "no difference" in said
+
+
+def test_the_least_budget_holds_on_a_slow_machine_and_its_steps_do_not_grow() -> None:
+    result = resolve_token_budget(resolved(), timed(256, 0, 0.01, 1e-5), timed(64, 1984, 0.01, 1e-5))
+    assert result.max_num_batched_tokens == CPU_MIN_TOKENS
+    assert result.token_cost.fitting(1500, result.token_cost.of(0, CPU_MIN_TOKENS)) < CPU_MIN_TOKENS
+
+
+def test_a_disturbed_measurement_gives_no_nonsense() -> None:
+    faster_far = resolve_token_budget(resolved(), TimedChunk(256, 1.0), TimedChunk(64, 0.1, 1984))
+    assert (faster_far.token_cost.slope, faster_far.max_num_batched_tokens) == (0.0, CPU_MIN_TOKENS)
+    slow_far = resolve_token_budget(resolved(), TimedChunk(256, 0.01), TimedChunk(64, 60.0, 1984))
+    assert slow_far.token_cost.slope > 0
+    assert slow_far.max_num_batched_tokens >= CPU_MIN_TOKENS
 
 
 def test_given_token_budget_needs_no_measurement() -> None:
-    assert resolve_token_budget(resolved(max_num_batched_tokens=100), None).max_num_batched_tokens == 100
+    result = resolve_token_budget(resolved(max_num_batched_tokens=100))
+    assert (result.max_num_batched_tokens, result.token_cost.slope) == (100, 0.0)
 
 
 def test_speculation_bounds_are_checked() -> None:

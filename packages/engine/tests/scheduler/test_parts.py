@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lamella.engine.request import Request, SamplingParams
 from lamella.engine.scheduler.budget import Budget
+from lamella.engine.scheduler.cost import TokenCost
 from lamella.engine.scheduler.policy import POLICIES
 from lamella.engine.scheduler.queues import WaitingQueue
 from lamella.engine.scheduler.rows import Rows
@@ -67,15 +70,43 @@ def test_policies() -> None:
 
 
 def test_the_budget_is_spent_once() -> None:
-    budget = Budget(20, max_chunk_len=8)
+    budget = Budget(20, max_chunk_len=8, cost=TokenCost())
     budget.take_rows(4)
     assert budget.take_drafts(6) == 6
     assert budget.next_chunk() == 8
-    assert budget.take_chunk(3) == 3
-    assert budget.take_chunk(100) == 7
-    assert (budget.take_drafts(1), budget.take_chunk(1), budget.left) == (0, 0, 0)
+    assert budget.take_chunk(0, 3) == 3
+    assert budget.take_chunk(50, 100) == 7
+    assert (budget.take_drafts(1), budget.take_chunk(0, 1), budget.left, budget.next_chunk()) == (0, 0, 0, 0)
     with pytest.raises(AssertionError, match="more rows than tokens"):
         budget.take_rows(1)
+
+
+@given(st.floats(0, 3), st.integers(0, 10_000), st.integers(1, 2000))
+def test_the_longest_chunk_for_a_cost(slope: float, start: int, num_tokens: int) -> None:
+    cost = TokenCost(slope)
+    by_hand = sum(1 + slope * position for position in range(start, start + num_tokens))
+    assert cost.of(start, num_tokens) == pytest.approx(by_hand)
+    assert cost.fitting(start, cost.of(start, num_tokens)) == num_tokens
+    assert cost.fitting(start, cost.of(start, num_tokens) * (1 - 1e-3 / num_tokens)) == num_tokens
+    assert cost.fitting(start, 0.0) == cost.fitting(start, -1.0) == 0
+    assert cost.fitting(start, 1e-3) == 1, "what is left buys a token, so that nothing starves"
+
+
+def test_a_long_context_makes_chunks_short() -> None:
+    cost = TokenCost(slope=0.01, least_tokens=4)
+    budget = Budget(100, max_chunk_len=1000, cost=cost)
+    assert budget.next_chunk() == 100, "from an empty context on, a step is as long as its limit says"
+    assert budget.take_chunk(900, 500) == 15  # each costs about 10 of the 149.5
+    assert budget.take_chunk(900, 500) == 0
+    assert budget.left == 85
+
+    rows = Budget(100, max_chunk_len=1000, cost=cost)
+    rows.take_rows(10)
+    rows.take_contexts(10 * 500)
+    assert rows.next_chunk() == cost.fitting(0, cost.of(0, 100) - 60)
+    rows.take_contexts(10 * 5000)
+    assert (rows.next_chunk(), rows.take_chunk(900, 3)) == (4, 3), "rows do not keep prompts out"
+    assert (rows.take_chunk(0, 9), rows.next_chunk()) == (1, 0)
 
 
 def test_the_life_of_a_sequence_has_no_short_cuts() -> None:

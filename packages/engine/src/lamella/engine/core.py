@@ -18,6 +18,7 @@ from lamella.engine.errors import CapacityError, EngineDeadError, EngineError, R
 from lamella.engine.executor.protocol import Alone, Executor, Rendezvous
 from lamella.engine.request import Delta, Request
 from lamella.engine.scheduler.config import PolicyName, SchedulerConfig
+from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.kv_plan import KvDemand, plan_blocks
 from lamella.engine.scheduler.limits import check_request
 from lamella.engine.scheduler.scheduler import Scheduler
@@ -39,6 +40,8 @@ class CoreOptions:
     num_blocks: tuple[int, ...] | None = None
     """Blocks per group, the null block included; None: planned from kv_bytes."""
     max_num_drafts: int = 0
+    token_cost: TokenCost = FLAT
+    """How much longer a token takes in a long context; the scheduler cuts chunks by it."""
     policy: PolicyName = "fcfs"
     prefix_caching: bool = True
     model: str = ""
@@ -87,6 +90,7 @@ class EngineCore:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_chunk_len=max_chunk_len,
+            token_cost=options.token_cost,
             policy=options.policy,
             prefix_caching=options.prefix_caching,
             max_num_drafts=options.max_num_drafts,

@@ -14,9 +14,12 @@ from lamella.runner_v2.inputs import ModelInput
 from lamella.runner_v2.kv_cache import allocate_caches, blocks_for
 from lamella.runner_v2.layers.decoder import Carried
 from lamella.runner_v2.memory import Arena
-from lamella.runner_v2.scoring import prompt_batch
+from lamella.runner_v2.scoring import chunk_batch
 from lamella.runner_v2.stack import Hooks, LayerStack
 from lamella.runner_v2.step import KvLayout
+
+_CONTEXT_TOKENS = 1024
+"""Memory that a context takes while it is measured, however long it is."""
 
 
 class PrefillProfile(NamedTuple):
@@ -30,24 +33,35 @@ class PrefillProfile(NamedTuple):
 
 
 @torch.inference_mode()
-def profile_prefill(assembly: Assembly, num_tokens: int, device: str, num_runs: int = 2) -> PrefillProfile:
-    """The fastest of some runs over a prompt of so many tokens. Touches no row and no allocated cache.
+def profile_prefill(
+    assembly: Assembly, num_tokens: int, device: str, *, context_len: int = 0, num_runs: int = 2
+) -> PrefillProfile:
+    """The fastest of some runs over so many tokens of a prompt, behind context_len tokens of it. Touches no row and no
+    allocated cache. The context's table names a few blocks over and over: what they hold does not change the time.
 
-    ConfigError if a step cannot have so many tokens.
+    ConfigError if a step cannot have so many tokens, or a sequence so many.
     """
     limits = assembly.backend.limits
     most = min(limits.max_num_tokens, limits.max_model_len)
     if not 0 < num_tokens <= most:
         raise ConfigError(f"a step has 1 to {most} tokens, not {num_tokens}")
-    num_blocks = blocks_for(num_tokens, limits.block_size) + 1
-    layout = KvLayout((num_blocks,) * len(assembly.groups))
-    caches = allocate_caches(assembly.groups, layout, limits, Arena("profile", device))
-    batch = prompt_batch(
-        spread_ids(num_tokens, assembly.config.vocab_size).to(device), limits.block_size, len(assembly.groups)
+    if not 0 <= context_len <= limits.max_model_len - num_tokens:
+        raise ConfigError(
+            f"a chunk of {num_tokens} tokens has 0 to {limits.max_model_len - num_tokens} before it, not {context_len}"
+        )
+    num_groups, block_size = len(assembly.groups), limits.block_size
+    num_before = context_len // block_size
+    num_own = blocks_for(context_len + num_tokens, block_size) - num_before
+    repeated = min(num_before, max(1, _CONTEXT_TOKENS // block_size))
+    caches = allocate_caches(
+        assembly.groups, KvLayout((1 + repeated + num_own,) * num_groups), limits, Arena("profile", device)
     )
+    table = torch.cat([torch.arange(num_before) % max(1, repeated) + 1, torch.arange(num_own) + 1 + repeated])
+    ids = spread_ids(num_tokens, assembly.config.vocab_size).to(device)
+    batch = chunk_batch(ids, context_len, table.int().to(device), block_size, num_groups)
     profiles = []
     for _ in range(num_runs):
-        plans = tuple(assembly.backend.backend.plan(batch, g) for g in range(len(assembly.groups)))
+        plans = tuple(assembly.backend.backend.plan(batch, g) for g in range(num_groups))
         profiles.append(_run(assembly, ModelInput(batch.token_ids, batch.positions, plans, caches), batch.logits_idx))
     return min(profiles, key=lambda profile: profile.seconds)
 

@@ -37,26 +37,39 @@ def score(assembly: Assembly, token_ids: Sequence[int], device: str = "cpu") -> 
 
 def prompt_batch(token_ids: torch.Tensor, block_size: int, num_groups: int) -> InputBatch:
     """One row that computes a whole prompt of ids [T] int32 in blocks 1, 2, ..., with logits of its last token."""
+    num_blocks = blocks_for(len(token_ids), block_size)
+    table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=token_ids.device)
+    return chunk_batch(token_ids, 0, table, block_size, num_groups)
+
+
+def chunk_batch(
+    token_ids: torch.Tensor,  # [T] int32
+    start: int,
+    table: torch.Tensor,  # [num_blocks] int32
+    block_size: int,
+    num_groups: int,
+) -> InputBatch:
+    """One row that computes [start, start + T) in the blocks of a table, with logits of its last token."""
     num_tokens, device = len(token_ids), token_ids.device
+    end = start + num_tokens
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    num_blocks = blocks_for(num_tokens, block_size) + 1
-    table = torch.arange(1, num_blocks, dtype=torch.int32, device=device).unsqueeze(0)
+    positions = torch.arange(start, end, dtype=torch.int32, device=device)
+    slots = table.long()[positions // block_size] * block_size + positions % block_size
     return InputBatch(
         num_tokens=num_tokens,
         num_rows=1,
         max_query_len=num_tokens,
-        max_seq_len=num_tokens,
+        max_seq_len=end,
         rows=ints(0),
         token_ids=token_ids,
         positions=positions,
         query_start=ints(0, num_tokens),
-        seq_lens=ints(num_tokens),
-        block_tables=(table,) * num_groups,
-        slot_mapping=(positions.long() + block_size,) * num_groups,
+        seq_lens=ints(end),
+        block_tables=(table.unsqueeze(0),) * num_groups,
+        slot_mapping=(slots,) * num_groups,
         logits_idx=ints(num_tokens - 1),
         logits_start=ints(0, 1),
     )

@@ -83,7 +83,8 @@ class Worker:
         stats()                       totals since open, and memory
         explain()                     op table, attention backend, KV groups
         profile(num_tokens)           seconds of a prompt chunk, by part
-        measure_prefill(num_tokens)   seconds of a prompt chunk
+        measure_prefill(num_tokens, context_len)
+                                      seconds of a prompt chunk behind so many tokens
 
         ConfigError for an unknown operation.
         """
@@ -115,5 +116,5 @@ class Worker:
     def _profile(self, num_tokens: int = 512) -> dict[str, Any]:
         return profile_prefill(self.runner.assembly, num_tokens, self.config.device)._asdict()
 
-    def _measure_prefill(self, num_tokens: int = 512) -> float:
-        return profile_prefill(self.runner.assembly, num_tokens, self.config.device).seconds
+    def _measure_prefill(self, num_tokens: int = 512, context_len: int = 0) -> float:
+        return profile_prefill(self.runner.assembly, num_tokens, self.config.device, context_len=context_len).seconds

@@ -1,6 +1,6 @@
 """Builds an engine core: resolve, load, measure, allocate. Here runner, tiers and drafters meet.
 
-options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► KV memory ─► measured prefill ─► EngineCore
+options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► KV memory ─► timed chunks ─► EngineCore
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from lamella.engine.adapters.speculator import from_config
 from lamella.engine.compose.core_config import CoreConfig
 from lamella.engine.compose.describe import describe
 from lamella.engine.config.machine import read_machine
-from lamella.engine.config.resolve import Resolved, resolve, resolve_kv_memory, resolve_token_budget
+from lamella.engine.config.resolve import (
+    CPU_MIN_TOKENS,
+    Resolved,
+    TimedChunk,
+    resolve,
+    resolve_kv_memory,
+    resolve_token_budget,
+)
 from lamella.engine.config.schema import format_size
 from lamella.engine.core import CoreOptions, EngineCore
 from lamella.engine.errors import EngineError, StartError
@@ -27,6 +34,9 @@ from lamella.runner_v2.worker import Worker
 
 MEASURED_TOKENS = 256
 """Prompt length at which the prefill speed is measured: long enough for full tiles, short enough not to be felt."""
+FAR_TOKENS, FAR_CONTEXT = 64, 4032
+"""A chunk far behind the prompt's start, or as far as sequences go: shows what the context costs. Few tokens do, as
+reading the keys dominates."""
 
 
 def build_core(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
@@ -57,7 +67,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         loaded = time.perf_counter()
         say(f"loaded {format_size(report.weight_bytes)} of weights in {loaded - started:.1f} s")
         resolved = resolve_kv_memory(resolved, report)
-        resolved = resolve_token_budget(resolved, _prefill_speed(executor, resolved))
+        resolved = resolve_token_budget(resolved, *_time_chunks(executor, resolved))
         demand = KvDemand(
             resolved.max_model_len,
             resolved.max_num_batched_tokens,
@@ -76,6 +86,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
                 num_blocks=num_blocks,
                 max_num_drafts=resolved.runner.max_num_drafts,
+                token_cost=resolved.token_cost,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,
                 model=f"{model.family} {config.model_path} {options.dtype}",
@@ -100,10 +111,17 @@ def _seeds(seed: int | None) -> Callable[[], int] | None:
     return None if seed is None else partial(random.Random(seed).getrandbits, 64)
 
 
-def _prefill_speed(executor: InProcess, resolved: Resolved) -> float | None:
-    """Prompt tokens per second, unless the user's choice makes it needless."""
+def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:
+    """Chunks of a prompt for resolve_token_budget: none if the user's choice makes them needless, one if no sequence is
+    longer than the shortest step."""
     if resolved.options.max_num_batched_tokens:
-        return None
-    num_tokens = min(MEASURED_TOKENS, resolved.max_model_len)
-    (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens})
-    return num_tokens / float(seconds)
+        return []
+    longest = resolved.max_model_len
+    places = [(min(MEASURED_TOKENS, longest), 0)]
+    if longest > CPU_MIN_TOKENS:
+        places.append((FAR_TOKENS, min(FAR_CONTEXT, longest - FAR_TOKENS)))
+    chunks = []
+    for num_tokens, context_len in places:
+        (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens, "context_len": context_len})
+        chunks.append(TimedChunk(num_tokens, float(seconds), context_len))
+    return chunks

@@ -4,7 +4,7 @@ Pure: the same arguments give the same result. Three moments, since some facts o
 
     resolve(options, model, machine)            before loading
     resolve_kv_memory(resolved, report)         weights are in memory, their bytes are known
-    resolve_token_budget(resolved, measured)    the prefill speed has been measured
+    resolve_token_budget(resolved, *chunks)     chunks of a prompt have been timed
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lamella.engine.config.machine import Machine
 from lamella.engine.config.schema import EngineOptions, default_of, format_size
 from lamella.engine.errors import RequestError, StartError
 from lamella.engine.request import SamplingParams
+from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
@@ -41,6 +42,22 @@ class Decision(NamedTuple):
     reason: str
 
 
+class TimedChunk(NamedTuple):
+    """How long the tokens [context_len, context_len + num_tokens) of a prompt took."""
+
+    num_tokens: int
+    seconds: float
+    context_len: int = 0
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+    @property
+    def mean_position(self) -> float:
+        return self.context_len + (self.num_tokens - 1) / 2
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The configuration that everything is built from."""
@@ -54,6 +71,7 @@ class Resolved:
     kv_bytes: int
     sampling_defaults: Mapping[str, Any]
     decisions: tuple[Decision, ...]
+    token_cost: TokenCost = FLAT
 
     def deciding(self, name: str, value: str, reason: str, **changes: Any) -> Resolved:
         """A copy with one more decision taken."""
@@ -201,20 +219,51 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     )
 
 
-def resolve_token_budget(resolved: Resolved, prefill_tokens_per_s: float | None) -> Resolved:
-    """Decide max_num_batched_tokens from a measured prefill speed, unless the user gave it."""
+def resolve_token_budget(resolved: Resolved, *chunks: TimedChunk) -> Resolved:
+    """Decide max_num_batched_tokens, and how much more a token costs in a long context, from timed chunks of a prompt.
+
+    chunks: one from the prompt's start, then, if sequences can be long, one far behind it; none where the user gave
+    max_num_batched_tokens, which then counts tokens wherever they stand.
+    """
     if resolved.options.max_num_batched_tokens:
-        return resolved.deciding("max_num_batched_tokens", str(resolved.options.max_num_batched_tokens), "given")
-    assert prefill_tokens_per_s is not None
-    fitting = int(prefill_tokens_per_s * CPU_STEP_TARGET_S) // 64 * 64
+        return resolved.deciding(
+            "max_num_batched_tokens",
+            str(resolved.options.max_num_batched_tokens),
+            "given: steps of so many tokens, however long they take",
+        )
+    base_s, cost = _token_cost(*chunks)
+    fitting = (cost.fitting(0, CPU_STEP_TARGET_S / base_s) - 1) // 64 * 64
     budget = max(CPU_MIN_TOKENS, resolved.max_num_seqs, min(fitting, CPU_MAX_TOKENS))
-    return resolved.deciding(
+    limit = cost.of(0, budget)
+    resolved = resolved.deciding(
         "max_num_batched_tokens",
         str(budget),
-        f"measured {prefill_tokens_per_s:.0f} prompt tokens/s: a step of {budget} takes "
-        f"{budget / prefill_tokens_per_s:.2f} s (target {CPU_STEP_TARGET_S} s, at least {CPU_MIN_TOKENS} tokens)",
+        f"measured {1 / chunks[0].seconds_per_token:.0f} prompt tokens/s: a step of {budget} takes "
+        f"{limit * base_s:.2f} s (target {CPU_STEP_TARGET_S} s, at least {CPU_MIN_TOKENS} tokens)",
         max_num_batched_tokens=budget,
+        token_cost=cost,
     )
+    last = resolved.max_model_len - 1
+    least = max(cost.least_tokens, cost.fitting(last, limit))
+    return resolved.deciding(
+        "token cost",
+        f"{cost.of(last, 1):.1f} x at {last}" if cost.slope else "the same everywhere",
+        f"measured: a token behind {last} others takes so much longer than the first; chunks of a long prompt shrink "
+        f"from {budget} tokens to {min(budget, least)} at its end, so that no step takes longer"
+        if cost.slope
+        else f"contexts of up to {last + 1} tokens make no difference that could be measured",
+    )
+
+
+def _token_cost(first: TimedChunk, far: TimedChunk | None = None) -> tuple[float, TokenCost]:
+    """Seconds of a token with nothing before it, and the line through both points."""
+    if far is None:
+        return first.seconds_per_token, FLAT
+    rise = (far.seconds_per_token - first.seconds_per_token) / (far.mean_position - first.mean_position)
+    # other work on the machine may have made the first chunk slower than the far one
+    rise = max(0.0, rise)
+    base_s = max(first.seconds_per_token - rise * first.mean_position, first.seconds_per_token / 2)
+    return base_s, TokenCost(rise / base_s)
 
 
 def _num_drafts(config: Mapping[str, Any] | None) -> int:

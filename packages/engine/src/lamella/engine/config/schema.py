@@ -89,8 +89,8 @@ class EngineOptions:
     max_num_batched_tokens: int | None = option(
         group="scheduling",
         kind="int",
-        help="most tokens in one step (default on a CPU: measured at start, so that a step stays under 0.5 s, at "
-        "least 512)",
+        help="most tokens in one step (default on a CPU: at least 512, measured at start, so that a step stays under "
+        "0.5 s; steps with long contexts then have fewer)",
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -212,7 +212,7 @@ class ServeOptions:
 
 REMOVED = {
     "calculate_kv_scales": "scales measured on the fly changed the output with the first request served. Remove it: "
-    "a checkpoint that carries k_scale/v_scale has them applied, others use scale 1",
+    "keys and values are cached in floating-point types, which need no scales; --kv-cache-dtype chooses one",
     "override_attention_dtype": "attention runs in the type of its KV cache. Remove it and use --kv-cache-dtype to "
     "choose that type",
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamella.engine.errors import StartError
+from lamella.engine.scheduler.cost import FLAT, TokenCost
 
 PolicyName = Literal["fcfs", "priority"]
 
@@ -22,6 +23,8 @@ class SchedulerConfig:
     """Most tokens of one step."""
     max_chunk_len: int
     """Most tokens of one step for one sequence: what the block pools can cover at once."""
+    token_cost: TokenCost = FLAT
+    """Makes the steps of long contexts shorter than max_num_batched_tokens."""
     policy: PolicyName = "fcfs"
     prefix_caching: bool = True
     max_num_drafts: int = 0

@@ -83,10 +83,12 @@ class Scheduler:
         books.sweep()
         step_id = self._next_step_id
         rows = [s for s in books.decoding if s.reach + 1 < s.max_len]
-        budget = Budget(config.max_num_batched_tokens, config.max_chunk_len)
+        budget = Budget(config.max_num_batched_tokens, config.max_chunk_len, config.token_cost)
         budget.take_rows(len(rows))
         if config.max_num_drafts:
             self._fit_drafts(rows, budget)
+        if config.token_cost.slope:
+            budget.take_contexts(sum([s.reach * (1 + s.drafts) for s in rows]))
         chunks = self._chunks(budget)
         new_blocks, preempted = self._cover(rows, chunks)
         if preempted:
@@ -132,7 +134,7 @@ class Scheduler:
         """Share what is left of the budget among admitted prompts, in the order of the policy."""
         chunks: list[Chunk] = []
         for sequence in self.books.prefilling:
-            length = budget.take_chunk(len(sequence.ids) - sequence.reach)
+            length = budget.take_chunk(sequence.reach, len(sequence.ids) - sequence.reach)
             if length:
                 chunks.append(Chunk(sequence, length))
         return chunks
@@ -171,7 +173,7 @@ class Scheduler:
         """Let waiting sequences in, strictly in order, as long as rows, tokens and blocks for the whole prompt last."""
         books = self.books
         added: list[NewRow] = []
-        while budget.left:
+        while budget.next_chunk():
             head = books.waiting.head()
             if head is None:
                 break
@@ -181,7 +183,7 @@ class Scheduler:
                 break
             books.waiting.leave(head)
             books.prefilling.append(head)
-            chunk = Chunk(head, budget.take_chunk(len(head.ids) - head.reach))
+            chunk = Chunk(head, budget.take_chunk(head.reach, len(head.ids) - head.reach))
             batch.add_chunk(chunk, self._config.max_num_drafts)
             added.append(entered)
         return added
