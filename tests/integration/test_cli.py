@@ -124,7 +124,7 @@ class TestBadInput:
     def test_unknown_words(self) -> None:
         fails(lamella("walk"), "unknown command 'walk'", "run")
         fails(lamella("run", "smollm2", "--prompt", "x", "--max-token", "3"), "--max-token")
-        fails(lamella("serve", "smollm2", "--calculate-kv-scales"), "--calculate-kv-scales does not exist", "k_scale")
+        fails(lamella("serve", "smollm2", "--calculate-kv-scales"), "--calculate-kv-scales does not exist", "no scales")
         fails(lamella("serve", "smollm2", "--override-attention-dtype", "fp8"), "--kv-cache-dtype")
         fails(lamella("run", "smollm2"), "--prompt TEXT or --message TEXT")
 

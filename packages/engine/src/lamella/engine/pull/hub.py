@@ -16,6 +16,7 @@ import huggingface_hub
 import huggingface_hub.errors as hub_errors
 from tqdm import tqdm
 
+from lamella.engine.console import note_without_bar
 from lamella.engine.errors import StartError
 
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja")
@@ -46,7 +47,8 @@ class HubOptions:
 
 
 def pull_hub(model: HubModel, options: HubOptions, *, progress: bool = True) -> Path:
-    """The folder or file in the hub's cache, fetched as far as it is not there. With progress, bars on standard error.
+    """The folder or file in the hub's cache, fetched as far as it is not there. With progress, bars on standard error, or
+    two lines where it is no terminal.
 
     Raises StartError, one line with the remedy: not found, gated, no such revision or file, no network and not in the
     cache, nothing in the repository that can be loaded.
@@ -60,16 +62,21 @@ def pull_hub(model: HubModel, options: HubOptions, *, progress: bool = True) -> 
         "library_name": "lamella",
         **bars,
     }
+    if progress:
+        note_without_bar(f"pull {model}: fetching from the hub what is not in its cache")
     with _explained(model, options):
         if model.file is not None:
-            return Path(huggingface_hub.hf_hub_download(model.repo_id, model.file, **common))
-        snapshot = huggingface_hub.snapshot_download(
-            model.repo_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED), **common
-        )
-    folder = Path(str(snapshot))
-    if not any(folder.glob("*.safetensors")):
+            path = Path(huggingface_hub.hf_hub_download(model.repo_id, model.file, **common))
+        else:
+            snapshot = huggingface_hub.snapshot_download(
+                model.repo_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED), **common
+            )
+            path = Path(str(snapshot))
+    if model.file is None and not any(path.glob("*.safetensors")):
         raise StartError(_nothing_to_load(model, options))
-    return folder
+    if progress:
+        note_without_bar(f"pull {model}: done, {path}")
+    return path
 
 
 @contextmanager

