@@ -29,11 +29,13 @@ def make(
 ) -> EngineCore:
     runner = runner or FakeRunner(model)
     executor = InProcess(runner, depth=depth, threaded=threaded)
+    reports = executor.open()
     fields: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, **options}
+    fields.setdefault("num_blocks", (200,) * len(reports[0].groups))
     clock = FakeClock()
     core = EngineCore(
         executor,
-        executor.open(),
+        reports,
         CoreOptions(**fields),
         clock=clock.now,
         draw_seed=lambda: 5,
@@ -82,20 +84,15 @@ def test_requests_come_back_as_deltas(depth: int, threaded: bool) -> None:
 
 
 def test_info_says_what_is_fixed() -> None:
-    core = make(FakeModel(windows=(None, 8)), kv_bytes=64 * 32, report={"why": "because"})
+    core = make(FakeModel(windows=(None, 8)), num_blocks=(33, 17), report={"why": "because"})
     info = core.info
-    full, sliding = info.num_blocks
-    assert full * 32 + sliding * 32 <= 64 * 32
-    assert info.kv_tokens == (full - 1) * 4
+    assert info.num_blocks == [33, 17]
+    assert info.kv_tokens == 32 * 4
     assert (info.max_model_len, info.vocab_size, info.block_size) == (64, 64, 4)
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.report) == (4, 32, {"why": "because"})
 
 
 def test_the_cache_must_hold_one_longest_sequence() -> None:
-    with pytest.raises(CapacityError, match="the longest that fits has 28 tokens") as info:
-        make(kv_bytes=8 * 32)
-    assert info.value.max_len == 28
-    make(kv_bytes=8 * 32, max_model_len=28)
     with pytest.raises(CapacityError, match="window"):
         make(FakeModel(windows=(30,)), num_blocks=(6,))
 

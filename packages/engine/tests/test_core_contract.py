@@ -33,7 +33,8 @@ def scripted() -> Core:
 def real(**options: Any) -> Core:
     executor = InProcess(FakeRunner(), **options)
     reports = executor.open()
-    return EngineCore(executor, reports, CoreOptions(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64))
+    options = CoreOptions(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=(200,))
+    return EngineCore(executor, reports, options)
 
 
 MAKERS: dict[str, Callable[[], Core]] = {

@@ -19,7 +19,6 @@ from lamella.engine.executor.protocol import Alone, Executor, Rendezvous
 from lamella.engine.request import Delta, Request
 from lamella.engine.scheduler.config import PolicyName, SchedulerConfig
 from lamella.engine.scheduler.cost import FLAT, TokenCost
-from lamella.engine.scheduler.kv_plan import KvDemand, plan_blocks
 from lamella.engine.scheduler.limits import check_request
 from lamella.engine.scheduler.scheduler import Scheduler
 from lamella.engine.wire import Batch, CoreInfo, Stats, parse_sequence_id
@@ -35,10 +34,8 @@ class CoreOptions:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_bytes: int | None = None
-    """For the KV cache on each rank; None: what the ranks report as free."""
-    num_blocks: tuple[int, ...] | None = None
-    """Blocks per group, the null block included; None: planned from kv_bytes."""
+    num_blocks: tuple[int, ...]
+    """Blocks per group on each rank, the null block included."""
     max_num_drafts: int = 0
     token_cost: TokenCost = FLAT
     """How much longer a token takes in a long context; the scheduler cuts chunks by it."""
@@ -69,15 +66,7 @@ class EngineCore:
         Raises CapacityError if the KV cache cannot hold one sequence of max_model_len tokens.
         """
         report = reports[0]
-        demand = KvDemand(
-            options.max_model_len,
-            options.max_num_batched_tokens,
-            options.max_num_drafts,
-            report.lookahead,
-            executor.depth,
-        )
-        kv_bytes = min(r.free_bytes for r in reports) if options.kv_bytes is None else options.kv_bytes
-        layout = KvLayout(options.num_blocks) if options.num_blocks else plan_blocks(reports, kv_bytes, demand)
+        layout = KvLayout(options.num_blocks)
         executor.allocate(layout)
         self._executor = executor
         self._manager = TierManager(tier_layout(report, layout, options.model))
@@ -259,4 +248,4 @@ def tier_layout(report: RankReport, layout: KvLayout, model: str) -> Layout:
     return Layout(groups, layout.num_blocks, model)
 
 
-__all__ = ["CoreOptions", "EngineCore", "plan_blocks", "tier_layout"]
+__all__ = ["CoreOptions", "EngineCore", "kv_tokens", "tier_layout"]

@@ -71,6 +71,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         demand = KvDemand(
             resolved.max_model_len,
             resolved.max_num_batched_tokens,
+            resolved.max_num_seqs,
             resolved.runner.max_num_drafts,
             report.lookahead,
             executor.depth,

@@ -177,14 +177,18 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     """
     options, free_bytes = resolved.options, report.free_bytes
     demand = KvDemand(
-        resolved.max_model_len, resolved.runner.max_num_tokens, resolved.runner.max_num_drafts, report.lookahead
+        resolved.max_model_len,
+        resolved.runner.max_num_tokens,
+        resolved.max_num_seqs,
+        resolved.runner.max_num_drafts,
+        report.lookahead,
     )
     if free_bytes <= 0:
         raise StartError(
             f"no memory is left for the KV cache beside the weights ({format_size(report.weight_bytes)}) and a step of "
             f"{resolved.runner.max_num_tokens} tokens; lower --max-num-batched-tokens, or give the machine more memory"
         )
-    useful = useful_bytes(report.groups, resolved.max_num_seqs, demand)
+    useful = useful_bytes(report.groups, demand)
     if options.kv_cache_memory:
         kv_bytes, reason = options.kv_cache_memory, "given"
         if kv_bytes > free_bytes:

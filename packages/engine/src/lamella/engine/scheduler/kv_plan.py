@@ -7,15 +7,20 @@ covers; while a step computes prompt chunks, the sliding groups hold those as we
     sliding    S · (ceil((window + drafts) / size) + 1) + ceil(step tokens / size)
 
 S is chosen as large as the bytes allow, so that all groups run out together; what is left over goes to the full groups.
+n is the longest at which max_num_seqs sequences fit, but no less than a few windows: sequences are rarely as long as
+max_model_len, and groups that run out together there leave the sliding ones with windows for few sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lamella.engine.errors import CapacityError
 from lamella.runner_v2.step import KvGroup, KvLayout, RankReport
+
+BALANCED_WINDOWS = 4
+"""However little memory there is, the groups run out together at no shorter length."""
 
 
 class KvDemand(NamedTuple):
@@ -23,12 +28,11 @@ class KvDemand(NamedTuple):
 
     max_model_len: int
     max_num_batched_tokens: int
+    max_num_seqs: int
     max_num_drafts: int = 0
     lookahead: int = 0
     depth: int = 1
     """Steps in flight: blocks left of a window come back that many steps late."""
-    balance_len: int | None = None
-    """Length at which the groups run out together; None: max_model_len. Shorter favours many short sequences."""
 
 
 def plan_blocks(reports: Sequence[RankReport], kv_bytes: int, demand: KvDemand) -> KvLayout:
@@ -45,22 +49,27 @@ def sequence_bytes(groups: Sequence[KvGroup], length: int, demand: KvDemand) -> 
     return _bytes(groups, _least(groups, length, demand))
 
 
-def useful_bytes(groups: Sequence[KvGroup], num_sequences: int, demand: KvDemand) -> int:
-    """Bytes that so many sequences of max_model_len can use at once; more would lie idle."""
+def useful_bytes(groups: Sequence[KvGroup], demand: KvDemand) -> int:
+    """Bytes that max_num_seqs sequences of max_model_len can use at once; more would lie idle."""
     least = _least(groups, demand.max_model_len, demand)
-    return _bytes(groups, _blocks(groups, num_sequences, demand.max_model_len, demand, least))
+    return _bytes(groups, _blocks(groups, demand.max_num_seqs, demand.max_model_len, demand, least))
 
 
 def max_fitting_len(groups: Sequence[KvGroup], kv_bytes: int, demand: KvDemand) -> int:
     """Longest sequence that kv_bytes hold, alone; 0 if none."""
-    low, high = 0, demand.max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _bytes(groups, _least(groups, middle, demand)) <= kv_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return _most(demand.max_model_len, lambda length: _bytes(groups, _least(groups, length, demand)) <= kv_bytes)
+
+
+def balance_len(groups: Sequence[KvGroup], kv_bytes: int, demand: KvDemand) -> int:
+    """Length at which the groups run out together: the longest at which kv_bytes hold max_num_seqs sequences, and at
+    least BALANCED_WINDOWS windows."""
+    least = _least(groups, demand.max_model_len, demand)
+
+    def fits(length: int) -> bool:
+        return _bytes(groups, _blocks(groups, demand.max_num_seqs, length, demand, least)) <= kv_bytes
+
+    widest = max((group.window or 0 for group in groups), default=0)
+    return min(demand.max_model_len, max(1, BALANCED_WINDOWS * widest, _most(demand.max_model_len, fits)))
 
 
 def _plan_rank(groups: Sequence[KvGroup], kv_bytes: int, demand: KvDemand) -> list[int]:
@@ -72,15 +81,14 @@ def _plan_rank(groups: Sequence[KvGroup], kv_bytes: int, demand: KvDemand) -> li
             f"are {kv_bytes}; the longest that fits has {longest} tokens: lower max_model_len or raise the KV memory",
             longest,
         )
-    length = demand.balance_len or demand.max_model_len
-    low, high = 0, kv_bytes // max(1, _bytes(groups, [_per_sequence(g, length, demand) for g in groups])) + 1
-    while low < high:  # most sequences that fit
-        middle = (low + high + 1) // 2
-        if _bytes(groups, _blocks(groups, middle, length, demand, least)) <= kv_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    counts = _blocks(groups, low, length, demand, least)
+    length = balance_len(groups, kv_bytes, demand)
+
+    def fits(num_sequences: int) -> bool:
+        return _bytes(groups, _blocks(groups, num_sequences, length, demand, least)) <= kv_bytes
+
+    of_one = _bytes(groups, [_per_sequence(group, length, demand) for group in groups])
+    num_sequences = _most(kv_bytes // max(1, of_one) + 1, fits)
+    counts = _blocks(groups, num_sequences, length, demand, least)
     rest = kv_bytes - _bytes(groups, counts)
     growing = [n for n, group in enumerate(groups) if group.kind == "full"] or list(range(len(groups)))
     extra = rest // sum(groups[n].bytes_per_block for n in growing)
@@ -121,6 +129,18 @@ def _shared(group: KvGroup, demand: KvDemand) -> int:
     if group.kind != "sliding":
         return 0
     return -(-demand.depth * demand.max_num_batched_tokens // group.block_size)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to limit that fits, if all smaller ones do; 0 if none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _bytes(groups: Sequence[KvGroup], counts: Sequence[int]) -> int:
