@@ -42,3 +42,9 @@ def test_an_interval_is_the_difference_of_totals():
         "Drafted throughput: 2.00 tokens/s, Accepted: 4 tokens, Drafted: 4 tokens, "
         "Per-position acceptance rate: 1.000, 1.000, 1.000, 1.000, Avg Draft acceptance rate: 100.0%"
     )
+
+
+def test_an_interval_without_drafts_has_a_line():
+    stats = AcceptanceStats()
+    stats.observe([2], [2])
+    assert "Per-position acceptance rate: 0.000, 0.000, " in stats.since(stats.copy()).log_line(1.0)

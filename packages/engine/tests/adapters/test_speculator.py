@@ -53,7 +53,7 @@ def test_forgotten_rows_and_new_generations_start_afresh():
     assert speculator.propose(view([2, 2], first_row=1, generation=1), [3]).ids.tolist() == [[2, 2, 2]]
 
 
-def test_verify_counts_only_what_was_judged():
+def test_verify_judges_each_kind_of_row():
     """Rows: all accepted; rejected at once; a prompt chunk without logits; decode without drafts; trimmed to 1."""
     speculator = DrafterSpeculator(ScriptedDrafter(lambda ids: [], 3))
     drafts = torch.tensor([[5, 6, -1], [5, 6, 7], [-1, -1, -1], [-1, -1, -1], [8, 8, 8]], dtype=torch.int32)
@@ -62,9 +62,6 @@ def test_verify_counts_only_what_was_judged():
     verdict = speculator.verify(target, None, drafts, None, starts)
     assert verdict.num_accepted.tolist() == [2, 0, 0, 0, 1]
     assert verdict.next_ids.tolist() == [1, 9, -1, 4, 3]
-    stats = speculator.stats
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
-    assert stats.accepted_per_pos == [2, 1]
 
 
 def test_batched_decoding_gives_each_row_its_own_plain_output():
@@ -79,6 +76,7 @@ def test_batched_decoding_gives_each_row_its_own_plain_output():
             ids.append(model.sample(ids, seed))
         expected.append(ids)
     rows = [list(prompt) for prompt in prompts]
+    num_accepted = 0
     while min(map(len, rows)) < goal:
         step = view(*rows)
         speculator.observe(step)
@@ -92,8 +90,9 @@ def test_batched_decoding_gives_each_row_its_own_plain_output():
             rows, drafts.ids.tolist(), verdict.num_accepted.tolist(), verdict.next_ids.tolist()
         ):
             ids += [*row_drafts[:accepted], next_id]
+            num_accepted += accepted
     assert [ids[:goal] for ids in rows] == expected
-    assert speculator.stats.num_accepted_tokens > 0
+    assert num_accepted > 0
 
 
 @pytest.mark.parametrize(

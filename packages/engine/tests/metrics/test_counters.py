@@ -75,8 +75,6 @@ def test_the_line_in_the_log() -> None:
     assert throughput_log.line(before, after, 10.0) == (
         "prompt 20.0 tokens/s, generation 10.0 tokens/s, running 3, waiting 1, KV cache 12.5 %, prefix hits 50.0 %"
     )
-    after.spec_draft_tokens, after.spec_accepted_tokens = 10, 4
-    assert throughput_log.line(before, after, 10.0).endswith(", drafts accepted 40.0 %")
 
 
 def test_the_log_is_quiet_while_nothing_runs(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,8 +94,42 @@ def test_the_log_is_quiet_while_nothing_runs(caplog: pytest.LogCaptureFixture) -
 
     with caplog.at_level("INFO", "lamella.stats"):
         asyncio.run(main())
-    # the interval with the tokens, and the first one after it
+    # no drafts, no line on them; the interval with the tokens, and the first one after it
     assert [record.message.split(",")[1] for record in caplog.records][1:] == [" generation 0.0 tokens/s"]
+
+
+def test_the_log_tells_of_drafts_where_there_are_any(caplog: pytest.LogCaptureFixture) -> None:
+    stats = Stats(spec_accepted_per_pos=[0, 0])
+
+    async def until(num_records: int) -> None:
+        deadline = time.monotonic() + 5
+        while len(caplog.records) < num_records:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+    async def main() -> None:
+        nonlocal stats
+        task = asyncio.ensure_future(throughput_log.run(lambda: stats, 0.05))
+        await asyncio.sleep(0)
+        stats = Stats(steps=1, num_running=1, spec_accepted_per_pos=[0, 0])
+        await until(1)
+        stats = Stats(
+            steps=9,
+            num_running=1,
+            spec_drafts=4,
+            spec_draft_tokens=8,
+            spec_accepted_tokens=4,
+            spec_accepted_per_pos=[3, 1],
+        )
+        await until(4)  # the last one is of an interval without drafts again
+        task.cancel()
+
+    with caplog.at_level("INFO", "lamella.stats"):
+        asyncio.run(main())
+    about_drafts = [r.message for r in caplog.records if r.message.startswith("SpecDecoding metrics:")]
+    (line,) = about_drafts
+    assert "Mean acceptance length: 2.00, " in line
+    assert "Accepted: 4 tokens, Drafted: 8 tokens, Per-position acceptance rate: 0.750, 0.250, " in line
 
 
 @pytest.mark.parametrize("limit", [1, 7, 4096])

@@ -45,8 +45,8 @@ class AcceptanceStats:
 
     @property
     def rate_per_pos(self) -> list[float]:
-        """Share of drafting steps that kept each position."""
-        return [count / self.num_drafts for count in self.accepted_per_pos]
+        """Share of drafting steps that kept each position; 0.0 before the first."""
+        return [count / max(1, self.num_drafts) for count in self.accepted_per_pos]
 
     def copy(self) -> AcceptanceStats:
         """The totals as they are now."""

@@ -3,7 +3,7 @@
     runner                            this adapter                      specdec
     observe(SpecView)         →       passed on as it is         →      Drafter.observe
     propose(SpecView, lens)   →       host lists → tensor, -1 padded ←  Drafter.propose
-    verify(ids, drafts, …)    →       counts what stood          ←      verify.one_hot
+    verify(ids, drafts, …)    →       passed on as it is         →      verify.one_hot
 
 Drafts are one-hot: the runner samples every logits row as if there were no drafts and verification compares ids, so
 that seeded output is the one without speculation.
@@ -17,17 +17,16 @@ import torch
 
 from lamella.engine.errors import StartError
 from lamella.runner_v2.protocols import Drafts, SpecNeeds, SpecView, Verdict
-from lamella.specdec import AcceptanceStats, ConfigError, Drafter, NgramDrafter, parse_speculative_config
+from lamella.specdec import ConfigError, Drafter, NgramDrafter, parse_speculative_config
 from lamella.specdec.verify.one_hot import verify_one_hot
 
 
 class DrafterSpeculator:
-    """A host-side drafter with one-hot drafts. Satisfies `Speculator`; `stats` are its totals since the start."""
+    """A host-side drafter with one-hot drafts. Satisfies `Speculator`."""
 
     def __init__(self, drafter: Drafter) -> None:
         assert drafter.needs.one_hot, "drafts with probabilities need another verification"
         self.needs = SpecNeeds(max_drafts=drafter.needs.max_drafts, host_ids=drafter.needs.host_ids)
-        self.stats = AcceptanceStats()
         self._drafter = drafter
 
     def observe(self, view: SpecView) -> None:
@@ -49,12 +48,9 @@ class DrafterSpeculator:
         uniforms: torch.Tensor | None,
         logits_start: torch.Tensor,  # [R + 1]
     ) -> Verdict:
-        """Compare ids, and count. One-hot drafts need neither probs nor uniforms; reads the counts back to the host."""
+        """Compare ids. One-hot drafts need neither probs nor uniforms."""
         assert probs is None, "these drafts are chosen, not drawn: pass no probabilities"
         verdict = verify_one_hot(target_ids, drafts, logits_start)
-        num_judged = (logits_start[1:] - logits_start[:-1] - 1).clamp(min=0)
-        given = (drafts >= 0).int().cumprod(dim=1).sum(dim=1)
-        self.stats.observe(torch.minimum(given, num_judged).tolist(), verdict.num_accepted.tolist())
         return Verdict(verdict.num_accepted, verdict.next_ids)
 
     def forget(self, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""A line on throughput every few seconds, while there is something to tell."""
+"""Every few seconds, while there is something to tell, a line on throughput, and one on drafts if there are any."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from lamella.engine.wire import Stats
+from lamella.specdec import AcceptanceStats
 
 log = logging.getLogger("lamella.stats")
 
@@ -23,6 +24,9 @@ async def run(stats: Callable[[], Stats], interval_s: float) -> None:
         idle = after.steps == before.steps and not after.num_running and not after.num_waiting
         if not (idle and quiet):
             log.info(line(before, after, now - since))
+            drafts = acceptance(after).since(acceptance(before))
+            if drafts.num_drafts:
+                log.info(drafts.log_line(now - since))
         before, since, quiet = after, now, idle
 
 
@@ -30,15 +34,19 @@ def line(before: Stats, after: Stats, seconds: float) -> str:
     """What happened between two states."""
     queries = after.prefix_queries - before.prefix_queries
     hits = after.prefix_hits - before.prefix_hits
-    parts = [
+    parts = (
         f"prompt {(after.computed_prompt_tokens - before.computed_prompt_tokens) / seconds:.1f} tokens/s",
         f"generation {(after.generation_tokens - before.generation_tokens) / seconds:.1f} tokens/s",
         f"running {after.num_running}",
         f"waiting {after.num_waiting}",
         f"KV cache {100 * after.kv_usage:.1f} %",
         f"prefix hits {100 * hits / queries if queries else 0:.1f} %",
-    ]
-    if after.spec_draft_tokens > before.spec_draft_tokens:
-        accepted = after.spec_accepted_tokens - before.spec_accepted_tokens
-        parts.append(f"drafts accepted {100 * accepted / (after.spec_draft_tokens - before.spec_draft_tokens):.1f} %")
+    )
     return ", ".join(parts)
+
+
+def acceptance(stats: Stats) -> AcceptanceStats:
+    """What the core says of drafts, in the words of who counts them."""
+    return AcceptanceStats(
+        stats.spec_drafts, stats.spec_draft_tokens, stats.spec_accepted_tokens, stats.spec_accepted_per_pos
+    )

@@ -24,6 +24,7 @@ from lamella.engine.scheduler.rows import Rows
 from lamella.engine.sequence import NO_STEP, Sequence, Siblings, State, make_chain
 from lamella.engine.wire import Stats
 from lamella.kvtier import TierManager
+from lamella.specdec import AcceptanceStats
 
 
 class InFlight(NamedTuple):
@@ -58,7 +59,9 @@ class Books:
         """Those with a sequence that has not ended for the client."""
         self.in_flight: deque[InFlight] = deque()
         self.committed_step = NO_STEP
-        self.stats = Stats(spec_accepted_per_pos=[0] * config.max_num_drafts)
+        self.stats = Stats()
+        """All but the gauges and what acceptance holds."""
+        self.acceptance = AcceptanceStats()
         self._draw_seed = draw_seed
         self._num_parked = 0
         self._num_requests = 0
@@ -175,7 +178,15 @@ class Books:
         stats.num_running = self.num_running
         stats.num_waiting = self.num_waiting
         stats.kv_usage = self.manager.in_use
-        return msgspec.structs.replace(stats, spec_accepted_per_pos=list(stats.spec_accepted_per_pos))
+        acceptance = self.acceptance
+        unkept = self.config.max_num_drafts - len(acceptance.accepted_per_pos)
+        return msgspec.structs.replace(
+            stats,
+            spec_drafts=acceptance.num_drafts,
+            spec_draft_tokens=acceptance.num_draft_tokens,
+            spec_accepted_tokens=acceptance.num_accepted_tokens,
+            spec_accepted_per_pos=acceptance.accepted_per_pos + [0] * unkept,
+        )
 
     # ---- private ---------------------------------------------------------------------------------------------------
 

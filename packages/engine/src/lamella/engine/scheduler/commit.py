@@ -39,7 +39,7 @@ def commit(books: Books, output: StepOutput) -> list[Delta]:
 class _Commit:
     """One commit: the output's flat lists and how far they have been read."""
 
-    __slots__ = ("_books", "_deltas", "_failed", "_now", "_num_accepted", "_num_verified", "_output", "_step")
+    __slots__ = ("_books", "_deltas", "_draft_lens", "_failed", "_now", "_num_accepted", "_output", "_step")
 
     def __init__(self, books: Books, step: InFlight, output: StepOutput) -> None:
         self._books = books
@@ -48,9 +48,9 @@ class _Commit:
         self._deltas: list[Delta] = []
         self._failed = dict(output.failed)
         self._now: float | None = None
-        self._num_verified = 0
-        self._num_accepted = [0] * (books.config.max_num_drafts + 1)
-        """Rows that verified drafts, by how many they accepted."""
+        self._draft_lens: list[int] = []
+        """Drafts that each row with any verified, and how many of them stood."""
+        self._num_accepted: list[int] = []
 
     def run(self) -> list[Delta]:
         step, output, deltas = self._step, self._output, self._deltas
@@ -90,8 +90,8 @@ class _Commit:
                 if sequence.last_step == step.step_id:
                     sequence.drafts = held
         self._books.stats.generation_tokens += num_emitted
-        if self._num_verified:
-            self._count_drafts()
+        if self._draft_lens:
+            self._books.acceptance.observe(self._draft_lens, self._num_accepted)
         return deltas
 
     def _advance(self, place: int, sequence: Sequence, count: int) -> None:
@@ -101,8 +101,8 @@ class _Commit:
         sequence.computed_len += self._step.query_lens[place] - verify_len + count - 1
         sequence.reach -= verify_len + 1 - count
         if verify_len and sequence.held_drafts:
-            self._num_verified += min(verify_len, sequence.held_drafts)
-            self._num_accepted[count - 1] += 1
+            self._draft_lens.append(min(verify_len, sequence.held_drafts))
+            self._num_accepted.append(count - 1)
 
     def _count_prompt(self, place: int, sequence: Sequence) -> None:
         """Of what this step computed, the prompt's part."""
@@ -220,15 +220,6 @@ class _Commit:
         first = sequence.computed_len + 1  # position of found[0]
         assert first <= len(entries), "log-probabilities of prompt tokens are missing"
         entries += [_logprob(entry) for entry in found[len(entries) - first :]]
-
-    def _count_drafts(self) -> None:
-        stats = self._books.stats
-        stats.spec_draft_tokens += self._num_verified
-        for num_accepted, num_rows in enumerate(self._num_accepted):
-            stats.spec_drafts += num_rows
-            stats.spec_accepted_tokens += num_accepted * num_rows
-            for n in range(num_accepted):
-                stats.spec_accepted_per_pos[n] += num_rows
 
 
 def _logprob(entry: TokenLogprobs) -> Logprob:

@@ -25,6 +25,7 @@ from lamella.engine.sequence import Sequence, State
 from lamella.engine.wire import Stats
 from lamella.kvtier import TierManager
 from lamella.runner_v2.step import NewBlocks, NewRow, Step, StepOutput, Work
+from lamella.specdec import FixedLength
 
 _NO_WORK = Work((), (), (), ())
 
@@ -50,6 +51,7 @@ class Scheduler:
         self.books = Books(config, manager, clock, draw_seed)
         self._config = config
         self._manager = manager
+        self._draft_lens = FixedLength(config.max_num_drafts) if config.max_num_drafts else None
         self._next_step_id = 0
         self._last_work = _NO_WORK
         self._refused: tuple[int, int] | None = None
@@ -95,10 +97,10 @@ class Scheduler:
             rows = [s for s in rows if s.state is State.RUNNING and s.reach + s.drafts < s.room]
             chunks = [c for c in chunks if c.sequence.state is State.RUNNING and self._covered(c)]
             books.sweep()
-        batch = _Batch(step_id, len(rows) + len(chunks))
-        batch.add_rows(rows, config.max_num_drafts)
+        batch = _Batch(step_id, self._draft_lens)
+        batch.add_rows(rows)
         for chunk in chunks:
-            batch.add_chunk(chunk, config.max_num_drafts)
+            batch.add_chunk(chunk)
         added = [] if preempted or books.draining else self._admit(batch, budget)
         if not batch.sequences:
             return None
@@ -184,7 +186,7 @@ class Scheduler:
             books.waiting.leave(head)
             books.prefilling.append(head)
             chunk = Chunk(head, budget.take_chunk(head.reach, len(head.ids) - head.reach))
-            batch.add_chunk(chunk, self._config.max_num_drafts)
+            batch.add_chunk(chunk)
             added.append(entered)
         return added
 
@@ -240,9 +242,20 @@ class Scheduler:
 class _Batch:
     """The work of a step as it grows, in batch order: decoding rows, then chunks."""
 
-    __slots__ = ("num_chunks", "propose_lens", "query_lens", "rows", "sequences", "step_id", "verify_lens")
+    __slots__ = (
+        "_draft_lens",
+        "num_chunks",
+        "propose_lens",
+        "query_lens",
+        "rows",
+        "sequences",
+        "step_id",
+        "verify_lens",
+    )
 
-    def __init__(self, step_id: int, num_rows: int) -> None:
+    def __init__(self, step_id: int, draft_lens: FixedLength | None) -> None:
+        """draft_lens: how many drafts rows make at the step's end; None: no speculation."""
+        self._draft_lens = draft_lens
         self.step_id = step_id
         self.sequences: list[Sequence] = []
         self.rows: list[int] = []
@@ -251,12 +264,12 @@ class _Batch:
         self.propose_lens: list[int] = []
         self.num_chunks = 0
 
-    def add_rows(self, sequences: list[Sequence], max_num_drafts: int) -> None:
+    def add_rows(self, sequences: list[Sequence]) -> None:
         """One token each, and the drafts that they hold. Moves reach."""
         step_id = self.step_id
         self.sequences = sequences
         self.rows = [s.row for s in sequences]
-        if not max_num_drafts:
+        if self._draft_lens is None:
             for sequence in sequences:
                 sequence.reach += 1
                 sequence.last_step = step_id
@@ -269,9 +282,9 @@ class _Batch:
         for sequence in sequences:
             sequence.reach += 1 + sequence.drafts
             sequence.last_step = step_id
-            self.propose_lens.append(_propose(sequence, max_num_drafts))
+        self.propose_lens = self._propose(self._draft_lens, sequences)
 
-    def add_chunk(self, chunk: Chunk, max_num_drafts: int) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Tokens of a prompt. Moves reach."""
         sequence = chunk.sequence
         sequence.reach += chunk.length
@@ -280,19 +293,20 @@ class _Batch:
         self.rows.append(sequence.row)
         self.query_lens.append(chunk.length)
         self.verify_lens.append(0)
-        self.propose_lens.append(_propose(sequence, max_num_drafts) if sequence.reach == len(sequence.ids) else 0)
+        if self._draft_lens is not None and sequence.reach == len(sequence.ids):
+            self.propose_lens += self._propose(self._draft_lens, [sequence])
+        else:
+            self.propose_lens.append(0)
         self.num_chunks += 1
 
     def work(self) -> Work:
         return Work(tuple(self.rows), tuple(self.query_lens), tuple(self.verify_lens), tuple(self.propose_lens))
 
-
-def _propose(sequence: Sequence, max_num_drafts: int) -> int:
-    """Drafts to make at the step's end: the next step emits one token more than it accepts, and max_len binds."""
-    drafts = sequence.max_len - sequence.reach - 2  # planned_len is reach + 1
-    if drafts > max_num_drafts:
-        drafts = max_num_drafts
-    elif drafts < 0:
-        drafts = 0
-    sequence.drafts = drafts
-    return drafts
+    @staticmethod
+    def _propose(draft_lens: FixedLength, sequences: Seq[Sequence]) -> list[int]:
+        """Drafts to make at the step's end, which the sequences then hold. The step itself emits one token for sure;
+        what max_len leaves behind it is the room of the next one."""
+        chosen = draft_lens.choose([s.max_len - s.reach - 1 for s in sequences])
+        for sequence, drafts in zip(sequences, chosen):
+            sequence.drafts = drafts
+        return chosen
