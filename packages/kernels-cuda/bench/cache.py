@@ -28,7 +28,9 @@ def rows(emit):
             ours, theirs = [], []
             for _ in range(sets_for(moved // 2)):
                 row = torch.randn(m, (HEADS + 2 * KV_HEADS) * WIDTH, device="cuda").bfloat16()
-                q, k, v = (x.view(m, -1, WIDTH) for x in row.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], 1))
+                q, k, v = (
+                    x.view(m, -1, WIDTH) for x in row.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], 1)
+                )
                 q = q[:, : max(heads, 1)]
                 caches = [torch.zeros(blocks, KV_HEADS, BLOCK, WIDTH, device="cuda").bfloat16() for _ in range(2)]
                 positions = torch.randint(0, 16384, (m,), device="cuda", dtype=torch.int32)

@@ -10,7 +10,9 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 def table(rotary_dim, length=4096):
-    angles = torch.outer(torch.arange(length).double(), 10000.0 ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim))
+    angles = torch.outer(
+        torch.arange(length).double(), 10000.0 ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    )
     return angles.cos().float().cuda(), angles.sin().float().cuda()
 
 
@@ -22,7 +24,9 @@ def qkv(tokens, q_heads, kv_heads, width, dtype):
 
 
 def empty_cache(blocks, kv_heads, size, width, dtype, tokens_first):
-    cache = poisoned(*((blocks, size, kv_heads, width) if tokens_first else (blocks, kv_heads, size, width)), dtype=dtype)
+    cache = poisoned(
+        *((blocks, size, kv_heads, width) if tokens_first else (blocks, kv_heads, size, width)), dtype=dtype
+    )
     return cache.transpose(1, 2) if tokens_first else cache
 
 
@@ -56,8 +60,18 @@ def check_cache(cache, before, x, slots, tolerance, what, scale=None):
 @pytest.mark.parametrize("tokens", [0, 1, 37, 700])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "width", "rotary"),
-    [(32, 8, 128, 128), (4, 1, 64, 64), (6, 2, 80, 80), (5, 5, 96, 96), (2, 1, 192, 64), (8, 2, 256, 128), (3, 1, 40, 20),
-     (4, 2, 80, 32), (2, 2, 112, 56), (4, 2, 18, 10)],
+    [
+        (32, 8, 128, 128),
+        (4, 1, 64, 64),
+        (6, 2, 80, 80),
+        (5, 5, 96, 96),
+        (2, 1, 192, 64),
+        (8, 2, 256, 128),
+        (3, 1, 40, 20),
+        (4, 2, 80, 32),
+        (2, 2, 112, 56),
+        (4, 2, 18, 10),
+    ],
 )
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
@@ -76,7 +90,9 @@ def test_rope_write(dtype, tokens, q_heads, kv_heads, width, rotary, interleaved
     want_v, old_k = v.double(), k.clone()
     kernels.rope_write(q, k, v, positions, cos, sin, *caches, slots, q_norm=weights[0], k_norm=weights[1], eps=1e-5,
                        interleaved=interleaved)  # fmt: skip
-    what = f"{dtype} T={tokens} heads={q_heads}/{kv_heads}x{width} rotary={rotary} interleaved={interleaved} norm={norm}"
+    what = (
+        f"{dtype} T={tokens} heads={q_heads}/{kv_heads}x{width} rotary={rotary} interleaved={interleaved} norm={norm}"
+    )
     assert relative_error(q, want_q) < TOLERANCE[dtype], f"q, {what}: {relative_error(q, want_q)}"
     assert torch.equal(k, old_k), f"k changed, {what}"
     check_cache(caches[0], before[0], want_k, slots, TOLERANCE[dtype], f"k, {what}")
@@ -118,7 +134,8 @@ def test_fp8_saturates():
     k = torch.full((1, 1, 64), 1e4, device="cuda").bfloat16()
     caches = [empty_cache(1, 1, 1, 64, torch.float8_e4m3fn, False) for _ in range(2)]
     kernels.kv_write(k, -k, *caches, torch.zeros(1, dtype=torch.int64, device="cuda"))
-    assert (caches[0].float() == 448).all() and (caches[1].float() == -448).all()
+    assert (caches[0].float() == 448).all()
+    assert (caches[1].float() == -448).all()
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -140,7 +157,8 @@ def test_cache_beyond_2_31_elements():
     caches = [torch.empty(blocks, 8, size, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     slots = torch.tensor([blocks * size - 1, 5], device="cuda")
     kernels.kv_write(k, v, *caches, slots)
-    assert torch.equal(caches[0][-1, :, -1], k[0]) and torch.equal(caches[1][-1, :, -1], v[0])
+    assert torch.equal(caches[0][-1, :, -1], k[0])
+    assert torch.equal(caches[1][-1, :, -1], v[0])
     assert torch.equal(caches[0][0, :, 5], k[1])
 
 
@@ -151,7 +169,8 @@ def test_padding_with_wild_positions_and_nan_stays_alone():
     positions = torch.tensor([5, 7, -(2**31)], dtype=torch.int32, device="cuda")
     caches = [torch.zeros(2, 2, 16, 128, device="cuda").bfloat16() for _ in range(2)]
     kernels.rope_write(q, k, v, positions, cos, sin, *caches, torch.tensor([3, 20, -1], device="cuda"))
-    assert all(torch.isfinite(c).all() for c in caches) and torch.isfinite(q[:2]).all()
+    assert all(torch.isfinite(c).all() for c in caches)
+    assert torch.isfinite(q[:2]).all()
 
 
 def test_wrong_arguments_are_named():
@@ -165,7 +184,8 @@ def test_wrong_arguments_are_named():
     }  # fmt: skip
     kernels.rope_write(**good)
     for name, value in [
-        ("k", k.float()), ("v", v[:, :1]), ("positions", good["positions"][:3]), ("cos", cos.double()), ("sin", sin[:, :8]),
+        ("k", k.float()), ("v", v[:, :1]), ("positions", good["positions"][:3]), ("cos", cos.double()),
+        ("sin", sin[:, :8]),
         ("k_cache", good["k_cache"].float()), ("v_cache", good["v_cache"][:1]), ("slot_mapping", good["positions"]),
         ("k_scale", torch.ones(1, device="cuda")), ("q_norm", torch.ones(32, device="cuda").bfloat16()), ("k", k.cpu()),
     ]:  # fmt: skip

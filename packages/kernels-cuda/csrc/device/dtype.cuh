@@ -61,10 +61,12 @@ __device__ __forceinline__ void store_vec(T* to, const Vec<T>& value) {
 // Read once: do not keep it in L1, drop it from L2 first.
 template <class T>
 __device__ __forceinline__ Vec<T> load_stream(const T* from) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   uint4 raw;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "l"(from));
+               : "l"(from), "l"(policy));
   return *reinterpret_cast<Vec<T>*>(&raw);
 }
 

@@ -4,8 +4,31 @@ The package imports on any machine. A kernel that cannot run (no device, no driv
 it is called; available() tells before.
 """
 
+from lamella.kernels_cuda.activation import (
+    gated_activation,
+    quant_fp8_per_group,
+    quant_fp8_per_token,
+    silu_mul,
+    silu_mul_fp8_per_group,
+    silu_mul_fp8_per_token,
+)
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 
-__all__ = ["available", "capability", "kv_write", "rms_norm", "rms_norm_fp8", "rope", "rope_write", "why_not"]
+__all__ = [
+    "available",
+    "capability",
+    "gated_activation",
+    "kv_write",
+    "quant_fp8_per_group",
+    "quant_fp8_per_token",
+    "rms_norm",
+    "rms_norm_fp8",
+    "rope",
+    "rope_write",
+    "silu_mul",
+    "silu_mul_fp8_per_group",
+    "silu_mul_fp8_per_token",
+    "why_not",
+]

@@ -36,9 +36,9 @@ def rope_write(
 
     q, k, v: bfloat16, float16 or float32, parts of wider rows as they come. The first rotary_dim elements of a head
     turn: pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) if interleaved; (a, b) -> (a cos - b sin, b cos + a sin) in
-    float32. q_norm, k_norm: weights of an RMSNorm over each head before that (plus_one: times 1 + weight). The cache has
-    the type of k, or is float8_e4m3fn (or its uint8 view) and holds x / scale, saturated. Positions outside of the table
-    (padding) count as its nearest row. ValueError names the argument that does not fit.
+    float32. q_norm, k_norm: weights of an RMSNorm over each head before that (plus_one: times 1 + weight). The cache
+    has the type of k, or is float8_e4m3fn (or its uint8 view) and holds x / scale, saturated. Positions outside of the
+    table (padding) count as its nearest row. ValueError names the argument that does not fit.
     """
     native().rope_write(
         q,
