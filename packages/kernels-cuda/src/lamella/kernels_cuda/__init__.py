@@ -15,20 +15,34 @@ from lamella.kernels_cuda.activation import (
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
+from lamella.kernels_cuda.sampling import (
+    apply_bitmask,
+    apply_penalties,
+    logsumexp,
+    sample,
+    sampling_workspace_bytes,
+    top_logprobs,
+)
 
 __all__ = [
+    "apply_bitmask",
+    "apply_penalties",
     "available",
     "capability",
     "gated_activation",
     "kv_write",
+    "logsumexp",
     "quant_fp8_per_group",
     "quant_fp8_per_token",
     "rms_norm",
     "rms_norm_fp8",
     "rope",
     "rope_write",
+    "sample",
+    "sampling_workspace_bytes",
     "silu_mul",
     "silu_mul_fp8_per_group",
     "silu_mul_fp8_per_token",
+    "top_logprobs",
     "why_not",
 ]
