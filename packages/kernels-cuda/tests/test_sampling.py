@@ -259,7 +259,8 @@ def test_wrong_arguments_are_named():
     }  # fmt: skip
     kernels.sample(**good)
     for name, value in [
-        ("logits", logits.double()), ("temperature", ones.double()), ("top_k", ones), ("top_p", ones), ("min_p", ones[:2]),
+        ("logits", logits.double()), ("temperature", ones.double()), ("top_k", ones), ("top_p", ones),
+        ("min_p", ones[:2]),
         ("seeds", ones.int()), ("positions", ones.long()), ("seeds", None), ("positions", None),
         ("workspace", torch.empty(8, dtype=torch.uint8, device="cuda")), ("ids", ones), ("rows", ones),
         ("logits", torch.randn(1, 300_000, device="cuda")),

@@ -13,6 +13,7 @@ from lamella.kernels_cuda.activation import (
     silu_mul_fp8_per_token,
 )
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
+from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 from lamella.kernels_cuda.sampling import (
@@ -29,6 +30,8 @@ __all__ = [
     "apply_penalties",
     "available",
     "capability",
+    "copy_block_pairs",
+    "copy_blocks",
     "gated_activation",
     "kv_write",
     "logsumexp",

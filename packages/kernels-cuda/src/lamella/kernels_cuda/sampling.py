@@ -53,7 +53,7 @@ def sample(
     logprobs_out: torch.Tensor | None = None,  # [L] float32
     workspace: torch.Tensor | None = None,  # [sampling_workspace_bytes] uint8
 ) -> Sampled:
-    """Choose one token per row: the best score logit / temperature + noise among those that min-p, top-k and top-p keep.
+    """Choose one token per row: the best logit / temperature + noise among those that min-p, top-k and top-p keep.
 
     min-p keeps logits >= best + temperature * log(min_p). Top-k keeps the first k in order (larger first, lower id
     first among equals). Top-p then keeps the shortest prefix whose mass reaches top_p of what is left. The best token
