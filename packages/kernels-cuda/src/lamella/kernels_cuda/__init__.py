@@ -15,6 +15,7 @@ from lamella.kernels_cuda.activation import (
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
+from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 from lamella.kernels_cuda.sampling import (
     apply_bitmask,
@@ -32,9 +33,14 @@ __all__ = [
     "capability",
     "copy_block_pairs",
     "copy_blocks",
+    "fused_moe",
     "gated_activation",
     "kv_write",
     "logsumexp",
+    "moe_align",
+    "moe_route",
+    "moe_workspace",
+    "moe_workspace_bytes",
     "quant_fp8_per_group",
     "quant_fp8_per_token",
     "rms_norm",
