@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(PACKAGE / "src"), str(PACKAGE / "bench"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(PACKAGE / "src"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
