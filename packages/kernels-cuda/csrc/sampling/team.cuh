@@ -23,7 +23,7 @@ struct Team {
   __device__ void sync() const {
 #if __CUDA_ARCH__ >= 900
     if (size > 1) {
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
       return;
     }
 #endif
