@@ -47,6 +47,7 @@ __device__ __forceinline__ float finish_eight(const LamellaGemm& g, int64_t m, i
 __device__ __forceinline__ float norm_factor(const LamellaGemm& g, int64_t m) {
   if (g.squares_in == nullptr) return 1.f;
   float total = 0.f;
+#pragma unroll 8
   for (int64_t p = 0; p < g.num_squares_in; ++p) total += g.squares_in[p * g.m + m];
   return rsqrtf(total / static_cast<float>(g.k) + g.eps);
 }

@@ -31,20 +31,23 @@ struct GemmPlan {
 
 template <class T, int kTokens, bool kScaled>
 struct GemmShape {
-  static constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+  // For few tokens two blocks fit a multiprocessor: the next kernel's first weights arrive while this one ends.
+  static constexpr bool kShares = kTokens <= 64 && !(kScaled && kTokens > 32);
+  static constexpr int kConsumers = 256, kThreads = kConsumers + (kShares ? 32 : 128);
+  static constexpr int kRoom = (kShares ? 110 : 224) * 1024;
   static constexpr int kWeightBytes = kGemmRows * 128, kTokenBytes = kTokens * 128;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   static constexpr int kSlice = kTokens < 32 ? kTokens : 32;  // tokens finished at a time
   static constexpr int kPitch = kGemmRows + 4;
   static constexpr int kSliceBytes = kSlice * kPitch * 4;
-  static constexpr int kStages = (224 * 1024 - kSliceBytes) / kStageBytes < 12 ? (224 * 1024 - kSliceBytes) / kStageBytes
-                                                                             : 12;
-  static constexpr int kShared = kStages * kStageBytes + kSliceBytes + 1024 + 256;
+  static constexpr int kFit = (kRoom - kSliceBytes - kTokens * 4) / kStageBytes;
+  static constexpr int kStages = kFit < 12 ? kFit : 12;
+  static constexpr int kShared = kStages * kStageBytes + kSliceBytes + kTokens * 4 + 1024 + 256;
   static constexpr int kSums = kTokens / 2;  // accumulators of a thread
 };
 
 template <class T, class O, int kTokens, bool kScaled>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(GemmShape<T, kTokens, kScaled>::kThreads, GemmShape<T, kTokens, kScaled>::kShares ? 2 : 1)
     gemm_sm90_kernel(const __grid_constant__ GemmPlan plan, const __grid_constant__ LamellaGemm g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = GemmShape<T, kTokens, kScaled>;
@@ -52,7 +55,8 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ char raw[];
   char* stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
   float* slice = reinterpret_cast<float*>(stages + kStages * Shape::kStageBytes);
-  uint64_t* full = reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(slice) + Shape::kSliceBytes);
+  float* factors = slice + Shape::kSliceBytes / 4;  // [kTokens]
+  uint64_t* full = reinterpret_cast<uint64_t*>(factors + kTokens);
   uint64_t* empty = full + kStages;
   const int warp = threadIdx.x / 32;
 
@@ -64,12 +68,14 @@ __global__ void __launch_bounds__(384, 1)
     barrier_init_done();
   }
   __syncthreads();
+  // all blocks are resident at once: the next kernel may take what room is left and ask for its weights
+  launch_successor();
 
   const int64_t num_units = int64_t{plan.num_k} * plan.num_n * plan.num_m;
   const int64_t first = num_units * blockIdx.x / gridDim.x, end = num_units * (blockIdx.x + 1) / gridDim.x;
 
   if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if constexpr (!Shape::kShares) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x != Shape::kConsumers) return;
     prefetch_map(&plan.w);
     prefetch_map(&plan.x);
@@ -102,7 +108,6 @@ __global__ void __launch_bounds__(384, 1)
         parity ^= 1;
       }
     }
-    launch_successor();
     if (g.prefetch != nullptr) {
       constexpr int64_t kPiece = 16384;
       const char* from = static_cast<const char*>(g.prefetch);
@@ -114,16 +119,23 @@ __global__ void __launch_bounds__(384, 1)
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  if constexpr (!Shape::kShares) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
   wait_predecessor();
   const int group = warp / 4, lane = threadIdx.x % 32;
   int stage = 0;
   uint32_t parity = 0;
+  int64_t factors_of = -1;
   for (int64_t unit = first; unit < end;) {
     const int64_t tile = unit / plan.num_k, tile_first = tile * plan.num_k, tile_end = tile_first + plan.num_k;
     const int64_t segment_end = end < tile_end ? end : tile_end;
     const int64_t row0 = tile % plan.num_n * kGemmRows, token0 = tile / plan.num_n * kTokens;
     const bool owner = unit == tile_first;
+
+    if (owner && token0 != factors_of) {
+      sync_some(1, 256);
+      if (threadIdx.x < kTokens && token0 + threadIdx.x < g.m) factors[threadIdx.x] = norm_factor(g, token0 + threadIdx.x);
+      factors_of = token0;  // visible behind the barriers before the sums are stored
+    }
 
     float sums[kSums];
     if constexpr (!kScaled) {
@@ -200,19 +212,38 @@ __global__ void __launch_bounds__(384, 1)
       if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(plan.flags + blockIdx.x) : "memory");
       continue;
     }
-    for (int64_t other = blockIdx.x + 1, have = segment_end; have < tile_end; ++other) {
-      if (threadIdx.x == 0) {
+    if (segment_end < tile_end) {
+      // the last block with a part of this tile: the one whose range holds its last unit
+      int64_t last = blockIdx.x + 1;
+      while (num_units * (last + 1) / gridDim.x < tile_end) ++last;
+      const int num_others = static_cast<int>(last - blockIdx.x);
+      if (threadIdx.x < num_others) {
         unsigned raised = 0;
         while (raised == 0)
-          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(plan.flags + other) : "memory");
+          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                       : "=r"(raised)
+                       : "l"(plan.flags + blockIdx.x + 1 + threadIdx.x)
+                       : "memory");
       }
       sync_some(1, 256);
-      const float* theirs = plan.partials + other * kSums * 256 + threadIdx.x;
+      const float* theirs = plan.partials + int64_t{blockIdx.x + 1} * kSums * 256 + threadIdx.x;
+      constexpr int kBatch = kSums >= 32 ? 1 : 32 / kSums;
+      for (int from = 0; from < num_others; from += kBatch) {
+        float part[kBatch][kSums];
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i] += __ldcg(theirs + i * 256);
+        for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+          for (int i = 0; i < kSums; ++i)
+            part[b][i] = from + b < num_others ? __ldcg(theirs + (int64_t{from + b} * kSums + i) * 256) : 0.f;
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) sums[i] += part[b][i];
+        }
+      }
       sync_some(1, 256);
-      if (threadIdx.x == 0) plan.flags[other] = 0;
-      have = num_units * (other + 1) / gridDim.x;
+      if (threadIdx.x < num_others) plan.flags[blockIdx.x + 1 + threadIdx.x] = 0;
     }
 
     // registers -> [token][row] in shared memory -> eight rows of one token per thread
@@ -239,7 +270,7 @@ __global__ void __launch_bounds__(384, 1)
         const int64_t n = (paired ? row0 / 2 : row0) + piece * 8;
         float squares = 0.f;
         if (m < g.m && n < num_out) {
-          float factor = norm_factor(g, m);
+          const float factor = factors[token_s + token];
           float values[8], ups[8];
           const float* from = slice + token * Shape::kPitch + piece * 8;
 #pragma unroll

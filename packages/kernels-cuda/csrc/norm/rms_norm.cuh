@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const NormParams p) 
   const T* weight = static_cast<const T*>(p.weight);
   const int64_t num_vecs = p.width / kSize;
 
+  launch_successor();
   // the weight belongs to the model, no kernel writes it
   Vec<T> gain[kVecs];
 #pragma unroll
@@ -64,7 +65,6 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const NormParams p) 
 #pragma unroll
     for (int j = 0; j < kSize; ++j) squares += to_float(held[i].at[j]) * to_float(held[i].at[j]);
   }
-  launch_successor();
   const float inverse = rsqrtf(block_sum<kWarps>(squares, scratch[0]) / static_cast<float>(p.width) + p.eps);
 
   const auto normed = [&](int i, int j) {

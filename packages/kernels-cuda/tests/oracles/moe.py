@@ -25,7 +25,7 @@ def choices(logits, scoring, bias=None, num_groups=1, topk_groups=1):
     if num_groups > 1:
         grouped = c.view(c.shape[0], num_groups, -1)
         of_group = grouped.amax(-1) if bias is None else grouped.topk(2, -1).values.sum(-1)
-        order = of_group.sort(-1, descending=True, stable=True).indices[:, :topk_groups]
+        order = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
         allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, order, True)
         c = grouped.masked_fill(~allowed[..., None], -torch.inf).view_as(c)
     return c
@@ -33,7 +33,7 @@ def choices(logits, scoring, bias=None, num_groups=1, topk_groups=1):
 
 def ranked(c, top_k):
     """The ids of the top_k largest, equal ones by the lower id."""
-    return c.sort(-1, descending=True, stable=True).indices[:, :top_k]
+    return c.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def route_weights(logits, ids, scoring, renormalize=True, scale=1.0):
