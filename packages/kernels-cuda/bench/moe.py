@@ -32,8 +32,8 @@ def rows(emit):
                 test="test_moe.py",
             )
         m = 32
-        emit(f"MoE {num_experts}e experts alone, m={m}", seconds(chain(m, w13, w2, {}, with_route=False)[0]), None, None,
-             test="test_moe.py")  # fmt: skip
+        alone, _ = chain(m, w13, w2, {}, with_route=False)
+        emit(f"MoE {num_experts}e experts alone, m={m}", seconds(alone), None, None, test="test_moe.py")
         blocks = {
             "w13_scale": torch.rand(num_experts, 2 * inner // 128, hidden // 128, device="cuda") * 1e-3,
             "w2_scale": torch.rand(num_experts, hidden // 128, inner // 128, device="cuda") * 1e-3,

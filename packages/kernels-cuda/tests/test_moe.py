@@ -18,7 +18,8 @@ def routed(logits, top_k, **options):
 
 
 def check_distinct(ids, num_experts):
-    assert ids.min() >= 0 and ids.max() < num_experts, (ids.min(), ids.max())
+    assert ids.min() >= 0, ids.min()
+    assert ids.max() < num_experts, ids.max()
     ordered = ids.sort(-1).values
     assert (ordered[:, 1:] != ordered[:, :-1]).all(), "an expert was chosen twice"
 
@@ -37,7 +38,7 @@ def test_route(num_experts, top_k, scoring, dtype):
         assert relative_error(weights, expected) < 1e-5
 
 
-@pytest.mark.parametrize("num_experts,num_groups,topk_groups,top_k", [
+@pytest.mark.parametrize(("num_experts", "num_groups", "topk_groups", "top_k"), [
     (256, 8, 4, 8), (160, 8, 3, 6), (64, 4, 1, 4), (1024, 32, 7, 16), (896, 1, 1, 16), (512, 2, 2, 10),
 ])  # fmt: skip
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -166,14 +167,14 @@ def test_experts_small(portable, num_tokens, dtype):
 
 @pytest.mark.parametrize("portable", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 5, 40, 150, 400, 1500])
-@pytest.mark.parametrize("hidden,inner", [(8, 8), (72, 40), (136, 200), (328, 104), (1000, 264), (64, 520)])
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (72, 40), (136, 200), (328, 104), (1000, 264), (64, 520)])
 def test_odd_widths(portable, num_tokens, hidden, inner):
     w13, w2 = experts_of(6, hidden, inner, torch.bfloat16)
     x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
     check_experts(x, w13, w2, *spread(num_tokens, 6, 3), portable=portable)
 
 
-@pytest.mark.parametrize("num_experts,top_k", [(64, 6), (128, 8), (256, 8), (512, 10), (896, 16)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(64, 6), (128, 8), (256, 8), (512, 10), (896, 16)])
 @pytest.mark.parametrize("num_tokens", [1, 4, 32, 500])
 def test_many_experts(num_experts, top_k, num_tokens):
     w13, w2 = experts_of(num_experts, 512, 128, torch.bfloat16)
@@ -181,7 +182,7 @@ def test_many_experts(num_experts, top_k, num_tokens):
     check_experts(x, w13, w2, *spread(num_tokens, num_experts, top_k))
 
 
-@pytest.mark.parametrize("num_experts,hidden,inner", [(128, 2048, 768), (256, 2304, 1024)])
+@pytest.mark.parametrize(("num_experts", "hidden", "inner"), [(128, 2048, 768), (256, 2304, 1024)])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 32, 128, 256, 512, 1024, 4096])
 def test_experts_of_models(num_experts, hidden, inner, num_tokens):
     w13, w2 = experts_of(num_experts, hidden, inner, torch.bfloat16)
@@ -238,7 +239,8 @@ def test_strided_out():
     wide = torch.zeros(10, 192, device="cuda").bfloat16()
     kernels.fused_moe(x, w13, w2, ids, weights, out=wide[:, 64:128])
     assert torch.equal(wide[:, 64:128], kernels.fused_moe(x, w13, w2, ids, weights))
-    assert (wide[:, :64] == 0).all() and (wide[:, 128:] == 0).all()
+    assert (wide[:, :64] == 0).all()
+    assert (wide[:, 128:] == 0).all()
 
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
@@ -253,7 +255,7 @@ def test_weights_beyond_2_31_elements(num_tokens):
 
 @pytest.mark.parametrize("portable", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 30, 100, 400, 2000])
-@pytest.mark.parametrize("hidden,inner", [(256, 128), (512, 384), (1152, 256)])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (512, 384), (1152, 256)])
 def test_fp8_blocks(portable, num_tokens, hidden, inner):
     w13, w2 = experts_of(8, hidden, inner, torch.bfloat16)
     # blocks of very different size

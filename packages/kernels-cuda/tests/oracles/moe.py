@@ -81,7 +81,6 @@ def fp8_blocks(w):
 
 def fused_moe(x, w13, w2, ids, weights, expert_map=None, fp8=False):
     """w13(e) and w2(e) give the float64 matrices of an expert."""
-    num_tokens, top_k = ids.shape
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     local = ids.long()
     if expert_map is not None:
