@@ -6,7 +6,7 @@ from poison import poisoned, relative_error
 from lamella import kernels_cuda as kernels
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 def table(rotary_dim, length=4096):

@@ -18,11 +18,10 @@ int launch_norm(const NormParams& p, int64_t num_rows, void* stream) {
     return launch(rms_norm_kernel<T, threads.value, vecs.value, kFp8>, how, p);
   };
   using std::integral_constant;
-  // narrow rows (heads) take a warp; for many rows, several loads in flight per thread count more than threads
+  // narrow rows (heads) take a warp; a wide one as few vectors per thread as 1,024 threads allow
   if (num_vecs <= 32) return go(integral_constant<int, 32>{}, integral_constant<int, 1>{});
   if (num_vecs <= 128) return go(integral_constant<int, 128>{}, integral_constant<int, 1>{});
   if (num_vecs <= 256) return go(integral_constant<int, 256>{}, integral_constant<int, 1>{});
-  if (num_vecs <= 512 && num_rows >= 1024) return go(integral_constant<int, 128>{}, integral_constant<int, 4>{});
   if (num_vecs <= 512) return go(integral_constant<int, 512>{}, integral_constant<int, 1>{});
   if (num_vecs <= 1024) return go(integral_constant<int, 512>{}, integral_constant<int, 2>{});
   if (num_vecs <= 2048) return go(integral_constant<int, 1024>{}, integral_constant<int, 2>{});
