@@ -81,28 +81,44 @@ __global__ void __launch_bounds__(GemmShape<T, kTokens, kScaled>::kThreads, Gemm
     prefetch_map(&plan.x);
     const uint64_t once = evict_first_policy(), often = evict_last_policy();
     constexpr int kWidth = 128 / sizeof(T);
-    const auto weights = [&](int64_t unit, int stage) {
-      const int64_t tile = unit / plan.num_k;
+    // places are counted on, never divided out: this one thread's instructions are what the loads wait for
+    struct Walk {
+      int k, n, m;
+      __device__ void step(const GemmPlan& plan) {
+        if (++k == plan.num_k) {
+          k = 0;
+          if (++n == plan.num_n) {
+            n = 0;
+            ++m;
+          }
+        }
+      }
+    };
+    const int64_t tile = first / plan.num_k;
+    Walk at{static_cast<int>(first % plan.num_k), static_cast<int>(tile % plan.num_n),
+            static_cast<int>(tile / plan.num_n)};
+    Walk behind = at;
+    const auto weights = [&](int stage) {
       barrier_expect(full + stage, Shape::kStageBytes);
-      load_box(stages + stage * Shape::kStageBytes, &plan.w, full + stage, static_cast<int>(unit % plan.num_k) * kWidth,
-               static_cast<int>(tile % plan.num_n) * kGemmRows, once);
+      load_box(stages + stage * Shape::kStageBytes, &plan.w, full + stage, at.k * kWidth, at.n * kGemmRows, once);
+      at.step(plan);
     };
-    const auto tokens = [&](int64_t unit, int stage) {
-      const int64_t tile = unit / plan.num_k;
-      load_box(stages + stage * Shape::kStageBytes + Shape::kWeightBytes, &plan.x, full + stage,
-               static_cast<int>(unit % plan.num_k) * kWidth, static_cast<int>(tile / plan.num_n) * kTokens, often);
+    const auto tokens = [&](int stage) {
+      load_box(stages + stage * Shape::kStageBytes + Shape::kWeightBytes, &plan.x, full + stage, behind.k * kWidth,
+               behind.m * kTokens, often);
+      behind.step(plan);
     };
+    const int count = static_cast<int>(end - first), early = count < kStages ? count : kStages;
     // weights are nobody's output: do not wait for the kernel before to ask for them
-    const int64_t early = first + kStages < end ? first + kStages : end;
-    for (int64_t unit = first; unit < early; ++unit) weights(unit, static_cast<int>(unit - first));
+    for (int i = 0; i < early; ++i) weights(i);
     wait_predecessor();
-    for (int64_t unit = first; unit < early; ++unit) tokens(unit, static_cast<int>(unit - first));
+    for (int i = 0; i < early; ++i) tokens(i);
     int stage = 0;
     uint32_t parity = 0;
-    for (int64_t unit = early; unit < end; ++unit) {
+    for (int i = early; i < count; ++i) {
       barrier_wait(empty + stage, parity);
-      weights(unit, stage);
-      tokens(unit, stage);
+      weights(stage);
+      tokens(stage);
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
