@@ -172,7 +172,7 @@ def write(rows: list[dict[str, Any]], failures: list[str], path: Path) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     facts = {
         "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}",
-        "commit": commit.stdout.strip()[:12] or os.environ.get("LAMELLA_COMMIT", "unknown"),
+        "commit": os.environ.get("LAMELLA_COMMIT") or commit.stdout.strip()[:12] or "unknown",
         "date": datetime.date.today().isoformat(),
         "failed_tests": failures,
         "rows": rows,

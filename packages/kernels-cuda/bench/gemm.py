@@ -28,13 +28,23 @@ def rows(emit):
             flops=2 * m * n * k,
             test="test_gemm.py",
         )
-        emit(f"cuBLAS, same, m={m}", seconds(theirs), None, None, bytes=n * k * 2, flops=2 * m * n * k, test="test_gemm.py")
+        emit(
+            f"cuBLAS, same, m={m}",
+            seconds(theirs),
+            None,
+            None,
+            bytes=n * k * 2,
+            flops=2 * m * n * k,
+            test="test_gemm.py",
+        )
     for m in (1, 16, 64):
         x = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
         eights = [w.to(torch.float8_e4m3fn) for w in weights]
         xs, ws = torch.ones(m, device="cuda"), torch.ones(n, device="cuda")
-        calls = [lambda w=w, x=x, xs=xs: kernels.linear_fp8(x, w, xs, ws, workspace) for w in eights]
-        emit(f"skinny GEMM fp8, m={m}", seconds(calls), 30e-6 if m == 1 else None, None, bytes=n * k, test="test_gemm.py")
+        calls = [lambda w=w, x=x, xs=xs, ws=ws: kernels.linear_fp8(x, w, xs, ws, workspace) for w in eights]
+        emit(
+            f"skinny GEMM fp8, m={m}", seconds(calls), 30e-6 if m == 1 else None, None, bytes=n * k, test="test_gemm.py"
+        )
     _layer(emit, workspace)
     _blocks(emit, workspace)
 
@@ -43,7 +53,10 @@ def _layer(emit, workspace):
     """qkv, o, gate_up, down of llama-3.1-8b with norms and residuals fused, weights of 8 layers in turn."""
     h, qkv, inner = 4096, 6144, 14336
     layers = [
-        [torch.randn(*shape, device="cuda").bfloat16() * 0.02 for shape in ((qkv, h), (h, h), (2 * inner, h), (h, inner))]
+        [
+            torch.randn(*shape, device="cuda").bfloat16() * 0.02
+            for shape in ((qkv, h), (h, h), (2 * inner, h), (h, inner))
+        ]
         for _ in range(8)
     ]
     gain = torch.ones(h, device="cuda").bfloat16()
@@ -53,14 +66,21 @@ def _layer(emit, workspace):
 
         def step(layer, hidden=hidden, scaled=scaled, a=a, squares=squares):
             kernels.linear(scaled, layer[0], workspace, squares_in=squares, eps=1e-5)
-            more = dict(residual=hidden, out=hidden, gain=gain, scaled_out=scaled, squares_out=squares)
+            more = {"residual": hidden, "out": hidden, "gain": gain, "scaled_out": scaled, "squares_out": squares}
             kernels.linear(a, layer[1], workspace, **more)
             inner_out = kernels.linear(scaled, layer[2], workspace, squares_in=squares, eps=1e-5, activation="silu")
             kernels.linear(inner_out, layer[3], workspace, **more)
 
         calls = [lambda layer=layer, step=step: step(layer) for layer in layers]
         total = sum(w.numel() for w in layers[0]) * 2
-        emit(f"the 4 products of a llama-8b layer, norms fused, m={m}", seconds(calls, 16), None, None, bytes=total, test="test_gemm.py")
+        emit(
+            f"the 4 products of a llama-8b layer, norms fused, m={m}",
+            seconds(calls, 16),
+            None,
+            None,
+            bytes=total,
+            test="test_gemm.py",
+        )
 
 
 def _blocks(emit, workspace):
@@ -71,4 +91,6 @@ def _blocks(emit, workspace):
         xs, ws = torch.ones(m, k // 128, device="cuda"), torch.ones(n // 128, k // 128, device="cuda")
         sets.append(lambda x=x, w=w, xs=xs, ws=ws: kernels.linear_fp8(x, w, xs, ws, workspace))
     flops = 2 * m * n * k
-    emit("fp8 128x128-block GEMM 4096x4096x14336", seconds(sets, 8), flops / 1e15, None, flops=flops, test="test_gemm.py")
+    emit(
+        "fp8 128x128-block GEMM 4096x4096x14336", seconds(sets, 8), flops / 1e15, None, flops=flops, test="test_gemm.py"
+    )

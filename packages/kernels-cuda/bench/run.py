@@ -54,7 +54,8 @@ def main(family: str, out: str, green: str) -> None:
 def _load(name: str) -> ModuleType:
     """A file beside this one, which may be called like a module of the standard library."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if name == "timing":
         sys.modules[name] = module

@@ -7,8 +7,10 @@ def poisoned(*shape, dtype, device="cuda"):
     """A tensor in which nothing was written yet, and it shows."""
     if dtype.is_floating_point and torch.finfo(dtype).bits > 8:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
-    return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype) if dtype.itemsize == 1 else torch.full(
-        shape, -(2**30), dtype=dtype, device=device
+    return (
+        torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
+        if dtype.itemsize == 1
+        else torch.full(shape, -(2**30), dtype=dtype, device=device)
     )
 
 

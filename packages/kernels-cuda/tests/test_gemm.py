@@ -25,7 +25,9 @@ def check(out, expected, limit, what):
 
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("m", [0, 1, 3, 8, 9, 16, 17, 32, 40, 64, 65, 128, 200, 256, 300])
-@pytest.mark.parametrize(("n", "k"), [(8, 8), (128, 64), (136, 200), (1024, 576), (4096, 4096), (6144, 2048), (320, 14336)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(8, 8), (128, 64), (136, 200), (1024, 576), (4096, 4096), (6144, 2048), (320, 14336)]
+)
 def test_linear(workspace, portable, m, n, k):
     x, w = draw(m, k), draw(n, k, scale=k**-0.5)
     out = kernels.linear(x, w, workspace, out=poisoned(m, n, dtype=x.dtype), portable=portable)
@@ -65,7 +67,15 @@ def test_norm_between_two_products(workspace, portable, m):
     squares, scaled = torch.full((h // 128, m), torch.nan, device="cuda"), poisoned(m, h, dtype=x.dtype)
     hidden = residual.clone()
     kernels.linear(
-        x, w, workspace, residual=hidden, out=hidden, gain=gain, scaled_out=scaled, squares_out=squares, portable=portable
+        x,
+        w,
+        workspace,
+        residual=hidden,
+        out=hidden,
+        gain=gain,
+        scaled_out=scaled,
+        squares_out=squares,
+        portable=portable,
     )
     expected = oracle.linear(x, w).to(x.dtype).double() + residual.double()
     check(hidden, expected, 6e-3, "residual stream")

@@ -7,7 +7,7 @@ from lamella import kernels_cuda as kernels
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.2e-3}
-FP8_TOLERANCE = 1.5e-2  # the oracle quantises, too; what is left are roundings that fall the other way
+FP8_TOLERANCE = 2e-2  # the oracle quantises, too; what is left are roundings that fall the other way
 EXPERTS = [8, 64, 128, 160, 256, 384, 512, 896, 1024]
 
 

@@ -8,7 +8,9 @@ try:
     from lamella.kernels_cuda import _C as _native
 except ImportError as error:  # built without nvcc, or for another platform
     _native = None  # type: ignore[assignment]
-    _reason = f"the native module of lamella-kernels-cuda cannot be loaded ({error}); install its wheel for Linux x86-64"
+    _reason = (
+        f"the native module of lamella-kernels-cuda cannot be loaded ({error}); install its wheel for Linux x86-64"
+    )
 else:
     _reason = ""
 

@@ -69,7 +69,7 @@ def linear_fp8(
 
 
 def linear_workspace(num_tokens: int, device: torch.device | str | int = "cuda") -> torch.Tensor:
-    """Workspace for products of up to num_tokens rows on a device; one for each stream. Zeros before and after a call."""
+    """Workspace for products of up to num_tokens rows on a device; one a stream. Zeros before and after a call."""
     with torch.cuda.device(device):
         return torch.zeros(native().gemm_workspace(num_tokens), dtype=torch.uint8, device=device)
 
