@@ -284,7 +284,12 @@ def _run(command: Sequence[str], timeout: int, **options: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="folders in packages/; all if none is named")
+    parser.add_argument(
+        "packages",
+        nargs="*",
+        metavar="PACKAGE",
+        help="folders in packages/; if none is named all but kernels-*, which need a vendor's compiler",
+    )
     parser.add_argument("--fast", action="store_true", help="link third-party packages from this environment")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one package's tests (default 1800)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave wheels and environments in this new folder")
@@ -293,7 +298,9 @@ def main() -> None:
     by_folder = {package.folder.name: package for package in packages.values()}
     if unknown := [name for name in args.packages if name not in by_folder]:
         parser.error(f"no package {', '.join(unknown)}; there are: {', '.join(by_folder)}")
-    chosen = [by_folder[name] for name in args.packages] or list(packages.values())
+    chosen = [by_folder[name] for name in args.packages] or [
+        p for p in packages.values() if not p.folder.name.startswith("kernels-")
+    ]
     if args.keep:
         args.keep.mkdir(parents=True)
     failures: list[str] = []

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+NEEDS_NVCC = "lamella_cuda_library("
+"""In the CMakeLists.txt of packages that have an environment of their own, with nvcc."""
 ENDINGS = ("cpp", "cc", "c", "hpp", "h", "inc")
 COMPILERS = ("c++", "g++", "clang++", "cl")
 
@@ -61,8 +63,9 @@ def _line(prefix: str, folder: Path, path: Path) -> str:
 
 
 def native_packages(root: Path = ROOT) -> list[Native]:
-    """Every package with a CMakeLists.txt, and what is installed of it in the interpreter that runs this."""
-    folders = sorted(path.parent for path in (root / "packages").glob("*/CMakeLists.txt"))
+    """Every package with native code for the host, and what is installed of it in the interpreter that runs this."""
+    files = sorted((root / "packages").glob("*/CMakeLists.txt"))
+    folders = [path.parent for path in files if NEEDS_NVCC not in path.read_text()]
     modules = {folder: f"lamella.{folder.name.replace('-', '_')}._C" for folder in folders}
     built = _build_ids(list(modules.values()))
     return [Native(folder, module, source_id(folder), built[module]) for folder, module in modules.items()]

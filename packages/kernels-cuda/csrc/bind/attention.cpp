@@ -1,0 +1,7 @@
+#include "bind/families.h"
+
+namespace lamella::bind {
+
+void bind_attention(pybind11::module_& m) {}
+
+}  // namespace lamella::bind

@@ -1,0 +1,62 @@
+"""CUDA kernels for LLM inference: torch tensors of any origin in and out, on torch's current stream.
+
+The package imports on any machine. A kernel that cannot run (no device, no driver, no code for the device) says so when
+it is called; available() tells before.
+"""
+
+from lamella.kernels_cuda.activation import (
+    gated_activation,
+    quant_fp8_per_group,
+    quant_fp8_per_token,
+    silu_mul,
+    silu_mul_fp8_per_group,
+    silu_mul_fp8_per_token,
+)
+from lamella.kernels_cuda.cache import kv_write, rope, rope_write
+from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
+from lamella.kernels_cuda.device import available, capability, why_not
+from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
+from lamella.kernels_cuda.gemm import linear, linear_fp8, linear_workspace, pack_gate_up
+from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
+from lamella.kernels_cuda.sampling import (
+    apply_bitmask,
+    apply_penalties,
+    logsumexp,
+    sample,
+    sampling_workspace_bytes,
+    top_logprobs,
+)
+
+__all__ = [
+    "apply_bitmask",
+    "apply_penalties",
+    "available",
+    "capability",
+    "copy_block_pairs",
+    "copy_blocks",
+    "fused_moe",
+    "gated_activation",
+    "kv_write",
+    "linear",
+    "linear_fp8",
+    "linear_workspace",
+    "logsumexp",
+    "moe_align",
+    "moe_route",
+    "moe_workspace",
+    "moe_workspace_bytes",
+    "pack_gate_up",
+    "quant_fp8_per_group",
+    "quant_fp8_per_token",
+    "rms_norm",
+    "rms_norm_fp8",
+    "rope",
+    "rope_write",
+    "sample",
+    "sampling_workspace_bytes",
+    "silu_mul",
+    "silu_mul_fp8_per_group",
+    "silu_mul_fp8_per_token",
+    "top_logprobs",
+    "why_not",
+]
