@@ -15,8 +15,8 @@ from lamella.kernels_cuda.activation import (
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
-from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.gemm import linear, linear_fp8, linear_workspace, pack_gate_up
+from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 from lamella.kernels_cuda.sampling import (
     apply_bitmask,
