@@ -1,24 +1,30 @@
 """What must not change an answer: cached prefixes, preemption, the rest of the batch, chunks, speculation.
 
-Bit-exact where kernels are declared batch-invariant, which the native host kernels are and the reference ops can be.
+Bit-exact where kernels are declared batch-invariant: the native host kernels always are, the reference ops with
+batch_invariant. Without it they give the same ids here, and log-probabilities that differ in their last bits.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lamella.engine import LLM, SamplingParams
 from lamella.runner_v2.testing.prompts import PROMPTS
+from lamella.runner_v2.testing.tiny_models import write_folder
 
 SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 LONG = "The following is a list of facts about the sea. " * 8
 
 
-def answers(llm: LLM, prompts: list[str], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
+def answers(
+    llm: LLM, prompts: Sequence[str | list[int]], params: SamplingParams
+) -> list[tuple[list[int], list[float]]]:
     """Token ids and the chosen tokens' log-probabilities, which show any difference of the logits."""
     return [
         (o.outputs[0].token_ids, [entry.chosen.logprob for entry in o.outputs[0].logprobs])
@@ -97,3 +103,80 @@ def test_sequences_of_a_request_are_those_of_single_requests(llm: LLM) -> None:
     for index, completion in enumerate(together.outputs):
         alone = llm.generate([PROMPTS[3]], SamplingParams(seed=11 + index, temperature=1.0, max_tokens=12))[0]
         assert completion.token_ids == alone.outputs[0].token_ids
+
+
+class TestReferenceOps:
+    """The same on the reference ops in float32, with a tiny model; one family has sliding layers and their group."""
+
+    PARAMS = pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+
+    @pytest.fixture(scope="class", params=["llama", "gemma3_text"])
+    def tiny(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_folder(tmp_path_factory.mktemp("tiny"), request.param).path
+
+    @pytest.fixture(scope="class")
+    def roomy(self, tiny: Path) -> Iterator[LLM]:
+        with self.engine(tiny) as engine:
+            yield engine
+
+    @staticmethod
+    def engine(path: Path, **options: Any) -> LLM:
+        common = {"max_model_len": 160, "max_num_seqs": 8, "threads": 1, "max_num_batched_tokens": 256}
+        return LLM(str(path), dtype="float32", batch_invariant=True, **{**common, **options})
+
+    @pytest.fixture(scope="class")
+    def prompts(self) -> list[list[int]]:
+        """Of 60 to 70 tokens, of which the first 40 are the same in each."""
+        rng = random.Random(5)
+        shared = [rng.randrange(5, 300) for _ in range(40)]
+        return [shared + [rng.randrange(5, 300) for _ in range(20 + 2 * n)] for n in range(6)]
+
+    def test_the_reference_serves(self, roomy: LLM) -> None:
+        header, *ops = roomy.info.report["ops"]
+        assert header[1] == "provider"
+        assert {op[1] for op in ops} <= {"torch", "(smaller ops)"}
+
+    @PARAMS
+    def test_prefix_hit_equals_cold_run(self, roomy: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+        cold = []
+        for prompt in prompts:
+            roomy.reset_prefix_cache()
+            cold += answers(roomy, [prompt], params)
+        before = roomy.stats().prefix_hits
+        assert answers(roomy, prompts, params) == cold
+        assert roomy.stats().prefix_hits - before >= 5 * 32
+
+    @PARAMS
+    def test_answer_does_not_depend_on_the_batch(
+        self, roomy: LLM, prompts: list[list[int]], params: SamplingParams
+    ) -> None:
+        roomy.reset_prefix_cache()
+        together = answers(roomy, prompts, params)
+        for n in (4, 0, 3):
+            roomy.reset_prefix_cache()
+            assert answers(roomy, [prompts[n]], params)[0] == together[n]
+
+    @PARAMS
+    def test_preempted_equals_not_preempted(
+        self, tiny: Path, roomy: LLM, prompts: list[list[int]], params: SamplingParams
+    ) -> None:
+        before = roomy.stats().preemptions
+        expected = answers(roomy, prompts, params)
+        assert roomy.stats().preemptions == before
+        with self.engine(
+            tiny, kv_cache_memory=self.bytes_of(roomy, num_tokens=300), enable_prefix_caching=False
+        ) as small:
+            assert answers(small, prompts, params) == expected
+            assert small.stats().preemptions > 0
+
+    @staticmethod
+    def bytes_of(llm: LLM, num_tokens: int) -> int:
+        """Of KV, in every group."""
+        header, *groups = llm.info.report["KV groups"]
+        of_a_block, per_block = header.index("bytes per block"), header.index("tokens per block")
+        return sum(-(-num_tokens // group[per_block]) * group[of_a_block] for group in groups)
+
+    def test_chunks_do_not_change_the_answer(self, tiny: Path, roomy: LLM, prompts: list[list[int]]) -> None:
+        expected = answers(roomy, prompts, SEEDED)
+        with self.engine(tiny, max_num_batched_tokens=19) as chunked:
+            assert answers(chunked, prompts, SEEDED) == expected

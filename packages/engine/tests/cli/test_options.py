@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lamella.engine.config.schema import EngineOptions, ServeOptions
 from lamella.engine.errors import StartError
 from lamella.engine.request import SamplingParams
 from lamella.engine.server import run as server_run
+from lamella.runner_v2.testing.tiny_models import write_folder
 
 LOADING = {
     "revision", "dtype", "max_model_len", "generation_config", "load_format", "device", "threads", "providers",
@@ -193,6 +195,16 @@ def test_each_sampling_flag_is_a_field_of_the_parameters() -> None:
     add_sampling_flags(parser, max_tokens=1)
     assert {action.dest for action in parser._actions} - {"help"} == set(NAMES)
     assert set(NAMES) <= set(SamplingParams.__struct_fields__)
+
+
+def test_the_models_limit_holds_where_no_flag_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "tiny", "llama")
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    for words, count in (((), 3), (("--max-tokens", "5"), 5), (("--min-tokens", "2"), 3)):
+        run("run", str(tmp_path / "tiny"), "--prompt", "x", "--ignore-eos", "--json", *words, *SMALL)
+        assert len(json.loads(capsys.readouterr().out)["output_token_ids"]) == count
 
 
 def test_a_chat_template_without_a_chat_is_refused(tiny: str, tmp_path: Path) -> None:

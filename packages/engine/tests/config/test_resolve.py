@@ -53,7 +53,7 @@ def test_defaults_have_reasons() -> None:
     result = resolved()
     assert (result.max_model_len, result.runner.num_threads, result.runner.dtype) == (2048, 2, "auto")
     assert all(decision.reason for decision in result.decisions)
-    assert result.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+    assert result.sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 99}
     assert resolved(generation_config="none").sampling_defaults == {}
 
 
@@ -95,6 +95,7 @@ def test_providers_must_name_one() -> None:
         *({"top_p": value} for value in (0, 5)),
         {"repetition_penalty": 0},
         {"do_sample": False, "repetition_penalty": "x"},
+        *({"max_new_tokens": value} for value in (0, -1, "x", 2.5)),
     ],
 )
 def test_senseless_sampling_defaults_stop_the_start(generation: dict[str, object]) -> None:
@@ -200,6 +201,7 @@ def test_speculation_bounds_are_checked() -> None:
 
 
 def test_greedy_generation_config_means_temperature_zero() -> None:
-    model = dataclasses.replace(MODEL, generation={"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1})
+    said = {"repetition_penalty": 1.1, "max_new_tokens": 7}
+    model = dataclasses.replace(MODEL, generation={**said, "temperature": 0.6, "do_sample": False})
     result = resolve(engine_options(model="m"), "/m", model, MACHINE)
-    assert result.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert result.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 7}

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from lamella.engine.testing.scripted_core import ScriptedCore
-from lamella.engine.testing.server_thread import MODEL
+from lamella.engine.testing.server_thread import MODEL, serve
 from lamella.engine.testing.sse_reader import joined_text, read_events
 
 
@@ -210,3 +210,19 @@ def test_sampling_fields_reach_the_core(http: httpx.Client, core: ScriptedCore) 
 def test_null_means_absent(http: httpx.Client) -> None:
     body = {"prompt": "say:ok", "max_tokens": None, "temperature": None, "stop": None, "suffix": None, "n": None}
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "ok"
+
+
+def test_max_tokens_are_the_requests_else_the_models_else_the_apis() -> None:
+    def asked(http: httpx.Client, core: ScriptedCore) -> list[int]:
+        for path, more in (("completions", {"prompt": "say:x"}), ("chat/completions", {"messages": messages})):
+            for fields in ({"max_tokens": 5}, {}):
+                assert http.post(f"/v1/{path}", json={**more, **fields}).status_code == 200
+        return [request.max_tokens for request in core.seen]
+
+    messages = [{"role": "user", "content": "say:x"}]
+    for defaults, expected in (({}, [5, 16, 5, None]), ({"max_tokens": 7}, [5, 7, 5, 7])):
+        core = ScriptedCore()
+        with serve(core, sampling_defaults=defaults) as server, httpx.Client(base_url=server.url) as http:
+            found = asked(http, core)
+        room = core.info.max_model_len - len(core.seen[-1].prompt_ids)
+        assert found == [room if value is None else value for value in expected]

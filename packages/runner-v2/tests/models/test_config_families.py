@@ -46,8 +46,6 @@ def test_llama_31() -> None:
     config = hub("llama-3.1-8b-instruct")
     assert config.family == "llama"
     assert shape(config) == (4096, 32, 32, 8, 128, 14336, 128256, 131072)
-    assert config.eos_ids == (128001, 128008, 128009)
-    assert config.bos_id == 128000
     assert config.ropes == (
         RopeConfig(
             theta=500000.0,
@@ -67,7 +65,6 @@ def test_smollm2() -> None:
     assert shape(config) == (576, 30, 9, 3, 64, 1536, 49152, 8192)
     assert config.ropes == (RopeConfig(theta=100000.0),)
     assert config.tie_embeddings
-    assert config.eos_ids == (2,)
     assert config.dtype == "bfloat16"
 
 
@@ -151,7 +148,6 @@ def test_gemma3_1b() -> None:
     assert config.sandwich_norms
     assert config.qk_norm
     assert config.attention_scale == 1 / 16
-    assert config.eos_ids == (1, 106)
     assert config.embed_scale == 34.0  # sqrt(1152) = 33.94 in bfloat16
     assert hub("gemma-3-1b-it", torch_dtype="float32").embed_scale == pytest.approx(1152**0.5)
 
@@ -162,7 +158,6 @@ def test_gemma3_inside_the_multimodal_wrapper() -> None:
     assert shape(config) == (2560, 34, 8, 4, 256, 10240, 262208, 131072)
     assert windows(config) == [None if idx % 6 == 5 else 1024 for idx in range(34)]
     assert config.ropes == (RopeConfig(theta=1e6, kind="linear", factor=8.0), RopeConfig(theta=10000.0))
-    assert config.eos_ids == (1, 106)
     assert config.embed_scale == 50.5
     assert config.tie_embeddings
 
@@ -260,7 +255,6 @@ def test_model_type_alone_is_enough() -> None:
         ({"num_hidden_layers": 0}, CheckpointError, ["num_hidden_layers is 0"]),
         ({"num_key_value_heads": 5}, CheckpointError, ["num_key_value_heads is 5", "divisor"]),
         ({"hidden_size": 4100}, CheckpointError, ["hidden_size is 4100", "num_attention_heads (32)"]),
-        ({"eos_token_id": "</s>"}, CheckpointError, ["eos_token_id", "</s>"]),
         ({"tie_word_embeddings": "yes"}, CheckpointError, ["tie_word_embeddings", "true or false"]),
         ({"rope_theta": -1}, CheckpointError, ["rope_theta"]),
     ],

@@ -133,14 +133,12 @@ def test_the_text_of_a_multimodal_checkpoint(
     assert_reads_as(checkpoint, text.state, names_of(text.config))
 
 
-def test_generation_config_adds_end_ids_and_sampling(llama: TinyModel) -> None:
-    generation = {"eos_token_id": [7, 2, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": 0}
-    (llama.path / "generation_config.json").write_text(json.dumps(generation))
-    config = FolderCheckpoint(llama.path).config
-    assert config.eos_ids == (7, 2, 9), "those of config.json (2) stay, once"
-    assert config.generation == {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+def test_generation_config_gives_sampling_defaults(llama: TinyModel) -> None:
+    sampling = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "max_new_tokens": 99}
+    (llama.path / "generation_config.json").write_text(json.dumps({**sampling, "eos_token_id": [7], "pad_token_id": 0}))
+    assert FolderCheckpoint(llama.path).config.generation == sampling
     (llama.path / "generation_config.json").unlink()
-    assert FolderCheckpoint(llama.path).config.eos_ids == (2,)
+    assert FolderCheckpoint(llama.path).config.generation == {}
 
 
 def test_without_dtype_the_files_decide(llama: TinyModel) -> None:

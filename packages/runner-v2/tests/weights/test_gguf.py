@@ -128,8 +128,6 @@ def test_metadata_of_other_scalings(tmp_path: Path) -> None:
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(512)
         writer.add_rope_scaling_attn_factors(0.5)
-        writer.add_eos_token_id(3)
-        writer.add_eot_token_id(4)
         writer.add_float32("general.sampling.temp", 0.5)
 
     config = rewrite(tmp_path / "qwen2.gguf", yarn).config
@@ -137,7 +135,6 @@ def test_metadata_of_other_scalings(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 512)
     assert rope.attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
     assert config.max_position == 2048
-    assert config.eos_ids == (3, 4)
     assert config.generation == {"temperature": 0.5}
 
 

@@ -88,12 +88,11 @@ class ModelConfig:
     embed_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
     dtype: str = "bfloat16"
     """Type in which the checkpoint stores its dense weights."""
     generation: dict[str, object] = field(default_factory=dict)
-    """Sampling defaults from generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty, ..."""
+    """Sampling defaults from generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty, do_sample,
+    max_new_tokens. End ids are the business of who has the tokenizer."""
 
     @property
     def num_layers(self) -> int:

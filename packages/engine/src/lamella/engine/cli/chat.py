@@ -21,11 +21,13 @@ from lamella.engine.config.schema import EngineOptions
 from lamella.engine.console import dim, note, refuse_broken_text
 from lamella.engine.errors import RequestError, StartError
 
+MAX_TOKENS = 512
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    add_sampling_flags(parser, max_tokens=512)
+    add_sampling_flags(parser, max_tokens=MAX_TOKENS)
     # one request at a time, whose seed is a sampling flag
     add_flags(parser, EngineOptions, skip=("model", "seed", "scheduling_policy", "max_logprobs"))
 
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args, EngineOptions, model=args.model)
     sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=True) as llm:
-        chat = Chat(llm, sampling_params(args, llm.sampling_defaults), args.system)
+        chat = Chat(llm, sampling_params(args, {"max_tokens": MAX_TOKENS, **llm.sampling_defaults}), args.system)
         note(dim("Ctrl-D ends, /clear forgets, /system TEXT sets the system message, /stats shows figures"))
         while (text := read_line()) is not None and text not in ("/exit", "/quit"):
             if text.startswith("/"):

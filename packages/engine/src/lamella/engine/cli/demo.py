@@ -21,11 +21,12 @@ from lamella.engine.errors import EngineError
 
 MODEL = "smollm2"
 QUESTION = "Name three reasons to drink water, one sentence each."
+MAX_TOKENS = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", default=QUESTION, metavar="TEXT", help=f"what to ask (default: {QUESTION!r})")
-    add_sampling_flags(parser, max_tokens=160)
+    add_sampling_flags(parser, max_tokens=MAX_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(argparse.Namespace(), EngineOptions, model=MODEL, revision=None)
     sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=True) as llm:
-        params = sampling_params(args, {"temperature": 0.0, **llm.sampling_defaults})
+        params = sampling_params(args, {"temperature": 0.0, "max_tokens": MAX_TOKENS, **llm.sampling_defaults})
         note(dim(f"\n> {args.message}\n"))
         stream = llm.stream_chat([{"role": "user", "content": args.message}], params)
         for piece in stream:

@@ -20,6 +20,8 @@ from lamella.engine.config.schema import EngineOptions
 from lamella.engine.console import dim, note, read_input
 from lamella.engine.errors import EngineError, StartError
 
+MAX_TOKENS = 256
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--message", metavar="TEXT", help="a user's message; - reads standard input")
     parser.add_argument("--system", metavar="TEXT", help="system message before --message")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
-    add_sampling_flags(parser, max_tokens=256)
+    add_sampling_flags(parser, max_tokens=MAX_TOKENS)
     # a single request, whose seed is a sampling flag, and whose prefix nobody takes up again
     skip = ("model", "seed", "scheduling_policy", "max_logprobs", "enable_prefix_caching")
     add_flags(parser, EngineOptions, skip=skip)
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args, EngineOptions, model=args.model)
     sampling_params(args, {})
     with lamella.LLM.from_options(options, progress=not args.json) as llm:
-        params = sampling_params(args, llm.sampling_defaults)
+        params = sampling_params(args, {"max_tokens": MAX_TOKENS, **llm.sampling_defaults})
         if args.message is not None:
             messages = [{"role": "user", "content": text}]
             if args.system is not None:

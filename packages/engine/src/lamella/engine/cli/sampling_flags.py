@@ -9,15 +9,14 @@ from lamella.engine.config.flags import number
 from lamella.engine.request import SamplingParams
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    """Add --max-tokens, --temperature and so on; None means the model's own default."""
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add --max-tokens, --temperature and so on; None means the model's own default, else max_tokens."""
     group = parser.add_argument_group("sampling (defaults: the model's generation_config)")
     group.add_argument(
         "--max-tokens",
         type=number("int"),
-        default=max_tokens,
         metavar="N",
-        help=f"most output tokens (default: {max_tokens})",
+        help=f"most output tokens (default: the model's max_new_tokens, else {max_tokens})",
     )
     group.add_argument("--min-tokens", type=number("int"), metavar="N", help="no end before this many output tokens")
     group.add_argument("--temperature", type=number("float"), metavar="X", help="0 takes the likeliest token each time")
@@ -49,11 +48,11 @@ NAMES = (
 
 
 def sampling_params(args: argparse.Namespace, defaults: Any) -> SamplingParams:
-    """The parameters that the flags and the model's defaults give. Raises RequestError.
+    """The parameters that the flags and the defaults give. Raises RequestError.
 
     With no defaults at all it checks the flags, before a model is loaded for them.
     """
-    values = dict(defaults)
+    values = {"max_tokens": None, **defaults}
     values.update({name: getattr(args, name) for name in NAMES if getattr(args, name) is not None})
     params = SamplingParams(**values)
     params.validate()

@@ -78,7 +78,15 @@ class Resolved:
         return replace(self, decisions=(*self.decisions, Decision(name, value, reason)), **changes)
 
 
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""What a generation_config may say, and the field of SamplingParams that it is the default of."""
 
 
 def resolve(
@@ -284,6 +292,8 @@ def _sampling_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, 
     found = _found_defaults(options, model)
     try:
         msgspec.convert(found, SamplingParams).validate()
+        if found.get("max_tokens") == 0:
+            raise RequestError("max_new_tokens is 0, and requests want an answer", "max_tokens")
     except (msgspec.ValidationError, RequestError) as error:
         raise StartError(
             f"the model's generation_config cannot be used ({error}); mend it, or start with --generation-config none"
@@ -294,8 +304,9 @@ def _sampling_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, 
 def _found_defaults(options: EngineOptions, model: ModelConfig) -> dict[str, Any]:
     if options.generation_config == "none":
         return {}
-    found = {name: model.generation[name] for name in SAMPLING_DEFAULTS if model.generation.get(name) is not None}
-    if model.generation.get("do_sample") is False:
-        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    said = model.generation
+    found = {ours: said[name] for name, ours in SAMPLING_DEFAULTS.items() if said.get(name) is not None}
+    if said.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name in ("repetition_penalty", "max_tokens")}
         found["temperature"] = 0.0
     return found

@@ -37,7 +37,9 @@ def _prepared(state: ServerState, body: CompletionRequest) -> Prepared:
 def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request], list[Echo] | None]:
     """Tokens and parameters of each prompt, and the prompts to echo, if so asked. Raises RequestError."""
     check_stream_options(body)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = state.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise RequestError("max_tokens 0 needs echo: true, or there is no answer", "max_tokens")
     params = sampling_params(

@@ -37,7 +37,7 @@ def num_logprobs(body: ChatRequest, max_logprobs: int) -> int | None:
 
 
 def max_tokens(body: ChatRequest) -> int | None:
-    """The limit of the answer, from either field; None: as many as fit."""
+    """The limit of the answer, from either field; None: neither says."""
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     value: int | None = getattr(body, name)
     low = 1 if body.prompt_logprobs is None else 0  # there must be something to answer

@@ -11,6 +11,7 @@ from lamella.engine.server.schema_sampling import GenerationFields
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
+"""Where neither the request nor the model says."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

@@ -87,7 +87,8 @@ def sampling_params(
     max_logprobs: int,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Checked parameters; max_tokens None: as many as fit. Raises RequestError naming the field.
+    """Checked parameters; max_tokens None: the model's default, else as many as fit. Raises RequestError naming the
+    field.
 
     prompt_logprobs applies where the field of that name is absent.
     """

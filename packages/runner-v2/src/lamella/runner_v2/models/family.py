@@ -146,8 +146,6 @@ def decoder_config(
         attention_scale=head_dim**-0.5,
         activation=fields.choice(activation, ACTIVATIONS, default_activation),
         tie_embeddings=fields.boolean("tie_word_embeddings", tie_embeddings),
-        eos_ids=fields.integers("eos_token_id"),
-        bos_id=next(iter(fields.integers("bos_token_id")), None),
         dtype=fields.choice("dtype" if fields.has("dtype") else "torch_dtype", DTYPES, "bfloat16"),
     )
     return replace(config, **more)

@@ -33,8 +33,6 @@ _TEXT_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
 }
 
 HF_GEMMA3 = (
@@ -85,11 +83,11 @@ def parse_gemma3_text(fields: Fields) -> ModelConfig:
 
 
 def parse_gemma3(fields: Fields) -> ModelConfig:
-    """The text part of a multimodal checkpoint. tie_word_embeddings and the end ids may stand inside or outside."""
+    """The text part of a multimodal checkpoint. tie_word_embeddings may stand inside or outside."""
     text = fields.section("text_config")
     if text is None:
         raise fields.wrong("text_config", "this model family needs it")
-    outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "quantization_config")
+    outer = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
     inherited = {name: fields.values[name] for name in outer if fields.has(name) and not text.has(name)}
     return parse_gemma3_text(Fields({**text.values, **inherited}, text.source))
 

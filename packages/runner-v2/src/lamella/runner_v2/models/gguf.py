@@ -86,8 +86,6 @@ def gguf_config(
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-        eos_ids=_eos_ids(fields),
-        bos_id=next(iter(fields.integers("tokenizer.ggml.bos_token_id")), None),
         dtype=embed_dtype,
         generation=_generation(fields),
     )
@@ -216,11 +214,6 @@ def _moe(own: _Own, config: ModelConfig) -> MoeConfig | None:
         intermediate_size=own.count("expert_feed_forward_length"),
         norm_topk=own.fields.boolean(own.name("expert_weights_norm"), True),
     )
-
-
-def _eos_ids(fields: Fields) -> tuple[int, ...]:
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    return tuple(dict.fromkeys(i for name in names for i in fields.integers(f"tokenizer.ggml.{name}")))
 
 
 def _generation(fields: Fields) -> dict[str, object]:

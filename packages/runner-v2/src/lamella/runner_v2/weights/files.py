@@ -207,12 +207,10 @@ def _open_file(path: Path) -> Any:
 
 
 def _with_generation(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Adds what generation_config.json says: its end ids come first, those of config.json stay."""
+    """Adds the sampling defaults of generation_config.json."""
     path = folder / "generation_config.json"
     if not path.exists():
         return config
     fields = Fields(read_json(path), str(path))
-    eos_ids = dict.fromkeys(fields.integers("eos_token_id") + config.eos_ids)
-    bos_ids = fields.integers("bos_token_id")
     sampling = {name: fields.values[name] for name in _SAMPLING if fields.has(name)}
-    return replace(config, eos_ids=tuple(eos_ids), bos_id=bos_ids[0] if bos_ids else config.bos_id, generation=sampling)
+    return replace(config, generation=sampling)
