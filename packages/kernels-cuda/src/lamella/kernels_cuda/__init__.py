@@ -12,6 +12,15 @@ from lamella.kernels_cuda.activation import (
     silu_mul_fp8_per_group,
     silu_mul_fp8_per_token,
 )
+from lamella.kernels_cuda.attention import (
+    decode_parts,
+    decode_schedule,
+    decode_schedule_size,
+    merge_many_states,
+    merge_states,
+    paged_decode,
+    paged_decode_workspace_size,
+)
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
@@ -34,6 +43,9 @@ __all__ = [
     "capability",
     "copy_block_pairs",
     "copy_blocks",
+    "decode_parts",
+    "decode_schedule",
+    "decode_schedule_size",
     "fused_moe",
     "gated_activation",
     "kv_write",
@@ -41,11 +53,15 @@ __all__ = [
     "linear_fp8",
     "linear_workspace",
     "logsumexp",
+    "merge_many_states",
+    "merge_states",
     "moe_align",
     "moe_route",
     "moe_workspace",
     "moe_workspace_bytes",
     "pack_gate_up",
+    "paged_decode",
+    "paged_decode_workspace_size",
     "quant_fp8_per_group",
     "quant_fp8_per_token",
     "rms_norm",
