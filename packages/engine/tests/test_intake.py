@@ -66,6 +66,11 @@ def test_top_k_beyond_the_vocabulary_is_off(top_k: int, normal: int) -> None:
     assert INTAKE.request("a", SamplingParams(top_k=top_k)).params.top_k == normal
 
 
+@pytest.mark.parametrize(("seed", "normal"), [(-1, None), (None, None), (0, 0), (-2, -2)])
+def test_a_seed_of_minus_one_is_none(seed: int | None, normal: int | None) -> None:
+    assert INTAKE.request("a", SamplingParams(seed=seed)).params.seed == normal
+
+
 def test_bad_words_become_ids() -> None:
     request = INTAKE.request("a", SamplingParams(bad_words=["no"]))
     assert list(b"no") in request.bad_words_ids

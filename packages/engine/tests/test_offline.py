@@ -136,6 +136,21 @@ def test_logprobs_of_prompt_and_output(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+def test_without_a_limit_logprobs_are_those_of_all_tokens(folder: str) -> None:
+    with LLM(folder, **OPTIONS, max_logprobs=-1) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+        (output,) = llm.generate(PROMPTS[1], params)
+        assert output.outputs[0].logprobs is not None
+        assert output.prompt_logprobs is not None
+        entries = [entry for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs) if entry is not None]
+        assert {len(entry.top) for entry in entries} == {llm.info.vocab_size}
+
+
+def test_a_seed_of_minus_one_is_none(llm: LLM) -> None:
+    params = SamplingParams(seed=-1, temperature=5.0, max_tokens=16, ignore_eos=True)
+    assert len({tuple(output.outputs[0].token_ids) for output in llm.generate(["x"] * 4, params)}) == 4
+
+
 def test_requests_that_cannot_be_served_are_refused_before_any_runs(llm: LLM) -> None:
     steps = llm.stats().steps
     for prompts, params, message in (
@@ -143,7 +158,8 @@ def test_requests_that_cannot_be_served_are_refused_before_any_runs(llm: LLM) ->
         ([[0, 10**6]], GREEDY, "token id 1000000"),
         (["x " * 200], GREEDY, "128"),
         (["x"], SamplingParams(temperature=-1.0), "temperature"),
-        (["x"], SamplingParams(logprobs=21), "logprobs"),
+        (["x"], SamplingParams(logprobs=21), "logprobs must be in \\[0, 20\\], got 21"),
+        (["x"], SamplingParams(logprobs=-1), "logprobs -1 \\(all\\) is not allowed here, the limit is 20"),
         ([{"text": "x"}], GREEDY, "'prompt'"),
         ([3.5], GREEDY, "float"),
         (None, GREEDY, "not NoneType"),

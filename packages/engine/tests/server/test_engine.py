@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -35,7 +36,7 @@ def core() -> EngineCore:
 
 @pytest.fixture(scope="module")
 def server(core: EngineCore) -> Iterator[ServerThread]:
-    with serve(core) as running:
+    with serve(core, max_logprobs=-1) as running:
         yield running
 
 
@@ -93,6 +94,23 @@ def test_the_cache_is_told_in_the_usage(core: EngineCore, server: ServerThread) 
         assert second["prompt_tokens_details"]["cached_tokens"] == 24
         assert "lamella:prefix_cache_hits_total" in http.get("/metrics").text
     idle(core)
+
+
+def test_without_a_limit_logprobs_are_those_of_all_tokens(server: ServerThread) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+
+        def choice(path: str, body: dict[str, object]) -> Any:
+            answer = http.post(f"/v1/{path}", json={"max_tokens": 2, "ignore_eos": True, **body})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]
+
+        chosen = choice("completions", {"prompt": "x", "logprobs": -1, "return_tokens_as_token_ids": True})
+        assert [len(top) for top in chosen["logprobs"]["top_logprobs"]] == [259, 259]
+        messages = [{"role": "user", "content": "x"}]
+        chosen = choice("chat/completions", {"messages": messages, "logprobs": True, "top_logprobs": -1})
+        assert [len(entry["top_logprobs"]) for entry in chosen["logprobs"]["content"]] == [259, 259]
+        wrong = http.post("/v1/chat/completions", json={"messages": messages, "logprobs": True, "top_logprobs": -2})
+        assert "top_logprobs must be in [-1, " in wrong.json()["error"]["message"]
 
 
 def test_prompt_and_output_logprobs_line_up(core: EngineCore, server: ServerThread) -> None:

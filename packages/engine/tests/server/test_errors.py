@@ -53,7 +53,7 @@ def refuse(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("frequency_penalty", 3, "frequency_penalty must be in"),
         ("presence_penalty", -3, "presence_penalty must be in"),
         ("seed", 2**70, "seed must be in"),
-        ("logprobs", 1_000_000, "logprobs must be in [-1, 20]"),
+        ("logprobs", 1_000_000, "logprobs must be in [0, 20]"),
         ("logprobs", -1, "logprobs -1 (all) is not allowed here"),
         ("prompt_logprobs", -2, "prompt_logprobs must be in"),
         ("stop", ["x"] * 1000, "stop has 1000 entries, the limit is 64"),
@@ -142,7 +142,11 @@ def test_a_completion_field_that_is_wrong(http: httpx.Client, field: str, value:
         ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs"),
         ({"logprobs": 3}, "logprobs", "logprobs: expected `bool`"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs must be in [0, 20], got -1"),
+        (
+            {"logprobs": True, "top_logprobs": -1},
+            "top_logprobs",
+            "top_logprobs -1 (all) is not allowed here, the limit is 20",
+        ),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be in [1, "),
         (
             {"max_completion_tokens": 0, "max_tokens": 1},

@@ -95,7 +95,9 @@ class Intake:
 
     def _normal(self, params: SamplingParams) -> SamplingParams:
         """Off values in one spelling, and no more candidates than there are tokens."""
-        changes: dict[str, int] = {}
+        changes: dict[str, int | None] = {}
+        if params.seed == -1:
+            changes["seed"] = None
         if params.top_k < 0 or params.top_k >= self.vocab_size:
             changes["top_k"] = 0
         for name in ("logprobs", "prompt_logprobs"):

@@ -30,7 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to sample, in the terms that users know.
 
     Off values: top_k 0 or -1, top_p 1, min_p 0, penalties 1/0/0; temperature 0 means greedy. max_tokens None: as many
-    as the context holds. logprobs/prompt_logprobs: None = none, k = the k best and the chosen token, -1 = all.
+    as the context holds. logprobs/prompt_logprobs: None = none, k = the k best and the chosen token, -1 = all. seed -1
+    is none, as None is. The model's own defaults apply where no SamplingParams are given.
     """
 
     n: int = 1
@@ -72,7 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(f"{name}: {what[:1].lower()}{what[1:]}", name) from None
 
     def validate(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raise RequestError naming the first field that is out of range."""
+        """Raise RequestError naming the first field that is out of range. max_logprobs -1: any number, and all."""
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise RequestError(f"{name} must be a finite number, got {getattr(self, name)}", name)
@@ -122,7 +123,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _within(name, value, -1, max_logprobs)
+                check_logprobs(name, value, max_logprobs)
+
+
+def check_logprobs(name: str, value: int, max_logprobs: int) -> None:
+    """Raise RequestError for more than max_logprobs. -1 stands for all, in both."""
+    if max_logprobs == -1:
+        _within(name, value, -1, 2**31 - 1)
+    elif value == -1:
+        raise RequestError(f"{name} -1 (all) is not allowed here, the limit is {max_logprobs}", name)
+    else:
+        _within(name, value, 0, max_logprobs)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -29,7 +29,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> N
     )
     group.add_argument("--repetition-penalty", type=number("float"), metavar="X", help="above 1 repeats less; 1 is off")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
-    group.add_argument("--seed", type=number("int"), metavar="N", help="same seed, same answer")
+    group.add_argument("--seed", type=number("int"), metavar="N", help="same seed, same answer; -1 is none")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the end token")
 
 

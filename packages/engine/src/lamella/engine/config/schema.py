@@ -113,7 +113,12 @@ class EngineOptions:
     seed: int | None = option(
         group="scheduling", kind="int", help="makes requests without a seed of their own repeatable"
     )
-    max_logprobs: int = option(20, group="scheduling", kind="int", help="largest logprobs a request may ask for")
+    max_logprobs: int = option(
+        20,
+        group="scheduling",
+        kind="int",
+        help="largest logprobs a request may ask for; -1: any, and -1 for all tokens",
+    )
     load_format: str = option(
         "auto",
         group="model",
@@ -131,7 +136,7 @@ class EngineOptions:
             ("max_num_seqs", 1, 16384),
             ("max_num_batched_tokens", 1, 2**20),
             ("block_size", 1, 4096),
-            ("max_logprobs", 0, 2**31 - 1),
+            ("max_logprobs", -1, 2**31 - 1),
             ("seed", -(2**63), 2**63 - 1),
         ):
             _check_range(self, name, low, high)

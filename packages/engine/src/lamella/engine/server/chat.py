@@ -72,7 +72,7 @@ class ChatAnswer(Answer):
             shape=sse.CHAT,
             with_logprobs=bool(body.logprobs),
         )
-        self._num_top = body.top_logprobs or 0
+        self._num_top = None if body.top_logprobs == -1 else body.top_logprobs or 0
 
     def whole(self) -> dict[str, Any]:
         """The answer in one object."""

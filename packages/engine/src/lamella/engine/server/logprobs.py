@@ -11,8 +11,8 @@ FLOOR = -9999.0
 """JSON has no minus infinity."""
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], *, num_top: int, as_ids: bool) -> dict[str, Any]:
-    """A chat choice's `logprobs`."""
+def chat_logprobs(positions: Sequence[PositionLogprobs], *, num_top: int | None, as_ids: bool) -> dict[str, Any]:
+    """A chat choice's `logprobs`. num_top None: all that there are."""
     return {
         "content": [
             {

@@ -34,7 +34,7 @@ class ServerOptions:
     """SamplingParams fields that apply where a request is silent; None: "sampling defaults" of the core's report, which
     come from the model's generation_config."""
     max_logprobs: int = 20
-    """-1: any number, the whole vocabulary included."""
+    """Largest that a request may ask for; -1: any, and with -1 the whole vocabulary."""
     log_stats: bool = True
     """Log a line on throughput every 10 s while there is work."""
     stats_interval_s: float = 10.0

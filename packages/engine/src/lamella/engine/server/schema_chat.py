@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lamella.engine.errors import RequestError
+from lamella.engine.request import check_logprobs
 from lamella.engine.server.schema_sampling import GenerationFields
 
 MAX_MESSAGES = 10_000
@@ -31,8 +32,7 @@ def num_logprobs(body: ChatRequest, max_logprobs: int) -> int | None:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         return None
     count = body.top_logprobs or 0
-    if max_logprobs != -1 and not 0 <= count <= max_logprobs:
-        raise RequestError(f"top_logprobs must be in [0, {max_logprobs}], got {count}", "top_logprobs")
+    check_logprobs("top_logprobs", count, max_logprobs)
     return count
 
 

@@ -71,6 +71,7 @@ DIRECT = (
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
+    "seed",
     "prompt_logprobs",
     "skip_special_tokens",
 )
@@ -103,17 +104,12 @@ def sampling_params(
         values.setdefault("max_tokens", None)
     if fields.stop is not None:
         values["stop"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
-    if fields.seed is not None and fields.seed != -1:
-        values["seed"] = fields.seed
     if fields.logit_bias is not None:
         values["logit_bias"] = _biases(fields.logit_bias)
     values["logprobs"] = logprobs
     values.setdefault("prompt_logprobs", prompt_logprobs)
-    for name in ("logprobs", "prompt_logprobs"):
-        if values.get(name) == -1 and max_logprobs != -1:
-            raise RequestError(f"{name} -1 (all) is not allowed here, the limit is {max_logprobs}", name)
     params = SamplingParams(**values)
-    params.validate(vocab_size, vocab_size if max_logprobs == -1 else max_logprobs)
+    params.validate(vocab_size, max_logprobs)
     return params
 
 
