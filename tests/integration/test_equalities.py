@@ -126,10 +126,10 @@ class TestReferenceOps:
 
     @pytest.fixture(scope="class")
     def prompts(self) -> list[list[int]]:
-        """Of 60 to 70 tokens, of which the first 40 are the same in each."""
+        """Of 44 to 50 tokens, of which the first 34 are the same in each."""
         rng = random.Random(5)
-        shared = [rng.randrange(5, 300) for _ in range(40)]
-        return [shared + [rng.randrange(5, 300) for _ in range(20 + 2 * n)] for n in range(6)]
+        shared = [rng.randrange(5, 300) for _ in range(34)]
+        return [shared + [rng.randrange(5, 300) for _ in range(10 + 2 * n)] for n in range(4)]
 
     def test_the_reference_serves(self, roomy: LLM) -> None:
         header, *ops = roomy.info.report["ops"]
@@ -144,7 +144,7 @@ class TestReferenceOps:
             cold += answers(roomy, [prompt], params)
         before = roomy.stats().prefix_hits
         assert answers(roomy, prompts, params) == cold
-        assert roomy.stats().prefix_hits - before >= 5 * 32
+        assert roomy.stats().prefix_hits - before >= 4 * 32
 
     @PARAMS
     def test_answer_does_not_depend_on_the_batch(
@@ -152,7 +152,7 @@ class TestReferenceOps:
     ) -> None:
         roomy.reset_prefix_cache()
         together = answers(roomy, prompts, params)
-        for n in (4, 0, 3):
+        for n in (2, 0):
             roomy.reset_prefix_cache()
             assert answers(roomy, [prompts[n]], params)[0] == together[n]
 
@@ -160,18 +160,18 @@ class TestReferenceOps:
     def test_preempted_equals_not_preempted(
         self, tiny: Path, roomy: LLM, prompts: list[list[int]], params: SamplingParams
     ) -> None:
+        prompts = [prompt[-14:] for prompt in prompts]  # they grow: all are let in before blocks run out
         before = roomy.stats().preemptions
         expected = answers(roomy, prompts, params)
         assert roomy.stats().preemptions == before
-        with self.engine(
-            tiny, kv_cache_memory=self.bytes_of(roomy, num_tokens=300), enable_prefix_caching=False
-        ) as small:
+        memory = self.bytes_of(roomy, num_tokens=6 * 16)
+        with self.engine(tiny, max_model_len=40, kv_cache_memory=memory, enable_prefix_caching=False) as small:
             assert answers(small, prompts, params) == expected
             assert small.stats().preemptions > 0
 
     @staticmethod
     def bytes_of(llm: LLM, num_tokens: int) -> int:
-        """Of KV, in every group."""
+        """Of KV in every group; the null block takes one of them."""
         header, *groups = llm.info.report["KV groups"]
         of_a_block, per_block = header.index("bytes per block"), header.index("tokens per block")
         return sum(-(-num_tokens // group[per_block]) * group[of_a_block] for group in groups)

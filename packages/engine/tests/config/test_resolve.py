@@ -62,6 +62,8 @@ def test_given_options_win() -> None:
     assert (result.runner.num_threads, result.max_model_len) == (1, 128)
     assert result.runner.providers == ("torch",)
     assert reason(result, "threads") == "given"
+    assert reason(resolved(batch_invariant=True), "batch_invariant") == "given"
+    assert "depend on the batch" in reason(resolved(), "batch_invariant")
 
 
 def test_dtype_chooses_the_reference() -> None:

@@ -159,9 +159,17 @@ def resolve(
         progress=progress,
         batch_invariant=options.batch_invariant,
     )
-    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy", "batch_invariant"):
+    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy"):
         value = getattr(options, name)
         decide(name, value, "the default" if value == default_of(name) else "given")
+    decide(
+        "batch_invariant",
+        options.batch_invariant,
+        "given"
+        if options.batch_invariant
+        else "the default: the last bits of what reference ops compute depend on the batch, on chunks and on cached "
+        "prefixes; native kernels' never do",
+    )
     if options.speculative_config:
         decide("speculation", options.speculative_config.get("method", "?"), "given")
     return Resolved(
