@@ -102,8 +102,8 @@ class EngineOptions:
         False,
         group="machine",
         kind="bool",
-        help="give each answer the same bits whatever else is in the batch, on the reference ops too (prompts then take "
-        "about 6 times as long, since each token is computed by itself; the native kernels always do, at full speed)",
+        help="give each answer the same bits whatever else is in the batch, on the reference ops too (prompts then "
+        "take about 6 times as long, each token by itself; the native kernels always do, at full speed)",
     )
     speculative_config: dict[str, Any] | None = option(
         group="scheduling",
