@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lamella.engine import LLM, AsyncLLM, SamplingParams
+from lamella.engine import LLM, AsyncLLM, SamplingParams, async_llm
+from lamella.engine.compose.front import load_front
 from lamella.engine.errors import EngineDeadError, EngineError, RequestError, StartError
 from lamella.runner_v2.testing.tiny_models import write_folder
 
@@ -446,17 +447,22 @@ def test_a_stream_that_is_left_and_closed_ends_its_request(folder: str) -> None:
             for stream in (engine.stream("x", long), engine.outputs("x", long)):
                 await anext(stream)
                 await stream.aclose()
-                assert engine._client.num_open == 0
+                assert engine._engine.client.num_open == 0
 
     asyncio.run(run())
+
+
+def link_of(engine: AsyncLLM) -> Any:
+    assert engine._client is not None
+    return engine._client._link
 
 
 def test_async_start_tells_why_it_cannot(folder: str) -> None:
     async def run() -> None:
         engine = AsyncLLM(folder, **{**OPTIONS, "max_model_len": 100_000})
-        link: Any = engine._client._link
         with pytest.raises(StartError, match="100000"):
             await engine.start()
+        link = link_of(engine)
         assert link._context.closed
         assert not link._endpoint.folder.exists()
         await engine.close()
@@ -467,12 +473,13 @@ def test_async_start_tells_why_it_cannot(folder: str) -> None:
 def test_a_start_that_is_cancelled_ends_the_engine(folder: str) -> None:
     async def run() -> None:
         engine = AsyncLLM(folder, **OPTIONS)
-        link: Any = engine._client._link
         task = asyncio.create_task(engine.start())
-        await asyncio.sleep(0)
+        while engine._client is None:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        link = link_of(engine)
         assert link._context.closed
         assert link._process.returncode is not None
         assert not link._endpoint.folder.exists()
@@ -480,13 +487,54 @@ def test_a_start_that_is_cancelled_ends_the_engine(folder: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_an_engine_that_is_dropped_leaves_no_process(folder: str, started: bool) -> None:
+def cores() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "compose.core" in " ".join(child.cmdline())]
+
+
+def test_files_are_read_and_fetched_beside_the_loop(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return load_front(*args, **options)
+
+    monkeypatch.setattr(async_llm, "load_front", load)
+
+    async def run() -> None:
+        engine = AsyncLLM(folder, **OPTIONS)
+        assert not cores()
+        await asyncio.gather(engine.start(), engine.start())
+        assert len(cores()) == 1
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate("x", GREEDY)
+
+    asyncio.run(run())
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+
+
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_an_engine_that_was_closed_does_not_start(folder: str, moment: str) -> None:
+    async def run() -> None:
+        engine = AsyncLLM(folder, **OPTIONS)
+        task = asyncio.create_task(engine.start())
+        if moment == "meanwhile":
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="the engine was closed"):
+            await task
+        assert not cores()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_dropped_leaves_no_process(folder: str) -> None:
     async def run() -> psutil.Process:
         engine = AsyncLLM(folder, **OPTIONS)
-        if started:
-            await engine.start()
-        (core,) = (child for child in psutil.Process().children() if "compose.core" in " ".join(child.cmdline()))
+        await engine.start()
+        (core,) = cores()
         return core
 
     core = asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from lamella.engine.client import EngineClient
+from lamella.engine.client import CLOSED, EngineClient
 from lamella.engine.compose.core_config import CORE_FACTORY, CoreConfig
 from lamella.engine.compose.front import load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
@@ -20,6 +21,7 @@ from lamella.engine.links.process import ProcessLink
 from lamella.engine.outputs import RequestOutput, request_output
 from lamella.engine.prompts import Asked, Messages, Prompt, ask, check_streams, listed_params, render
 from lamella.engine.request import SamplingParams
+from lamella.engine.text.chat_template import ChatTemplate
 from lamella.engine.text.output import Piece
 from lamella.engine.wire import CoreInfo, Stats
 
@@ -36,30 +38,49 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        """Begin to load the model in its own process; `start()`, or entering the context, waits for it."""
+        """Take the options; `start()`, or entering the context, loads the model. Raises StartError for options that no
+        engine could have."""
         self._options: EngineOptions = engine_options(model=model, **options)
-        front = load_front(self._options, progress=False)
-        self._tokenizer, self._template = front.tokenizer, front.template
+        self._starting = asyncio.Lock()
+        self._client: EngineClient | None = None
+        self._loaded: _Loaded | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Load the model in a process of its own, and wait for it; it is fetched first if it is not there. The loop
+        goes on meanwhile. Raises StartError with the reason if it cannot be loaded; the engine is then closed.
+
+        Safe to repeat.
+        """
+        async with self._starting:
+            if self._loaded is not None:
+                return
+            try:
+                self._loaded = await self._load()
+            except BaseException:
+                await self.close()
+                raise
+
+    async def _load(self) -> _Loaded:
+        if self._closed:
+            raise EngineError(CLOSED)
+        front = await asyncio.to_thread(load_front, self._options, progress=False)
+        if self._closed:
+            raise EngineError(CLOSED)
         config = CoreConfig(options=self._options, model_path=front.path, progress=False)
         link = ProcessLink(CORE_FACTORY, config.to_wire(), log_level="WARNING")
         # a process outlives the objects that stand for it: one that nobody holds any more must not keep its memory
         weakref.finalize(self, link.abandon)
         self._client = EngineClient(link)
-        self._intake: Intake | None = None
-
-    async def start(self) -> None:
-        """Wait until the model is loaded. Raises StartError with the reason if it cannot be; the engine is then
-        closed."""
-        try:
-            info = await self._client.start()
-        except BaseException:
-            await self.close()
-            raise
-        self._intake = Intake(self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        info = await self._client.start()
+        intake = Intake(front.tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        return _Loaded(self._client, front.template, intake)
 
     async def close(self) -> None:
         """End the engine's process; what still runs fails."""
-        await self._client.close()
+        self._closed = True
+        if self._client is not None:
+            await self._client.close()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -73,12 +94,12 @@ class AsyncLLM:
     @property
     def info(self) -> CoreInfo:
         """Values fixed at start."""
-        return self._client.info
+        return self._engine.client.info
 
     @property
     def stats(self) -> Stats:
         """Counters and gauges, as of the engine's last message."""
-        return self._client.stats
+        return self._engine.client.stats
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -106,8 +127,8 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer a conversation."""
         prompt = render(
-            self._template,
-            self._tokenizer,
+            self._engine.template,
+            self._engine.intake.tokenizer,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -138,8 +159,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[str, None]:
         """Answer a conversation; the pieces of text as they come. For n = 1."""
         prompt = render(
-            self._template,
-            self._tokenizer,
+            self._engine.template,
+            self._engine.intake.tokenizer,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -158,20 +179,25 @@ class AsyncLLM:
             async for _ in pieces:
                 yield running.output()
 
-    def _ask(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> Asked:
-        if self._intake is None:
+    @property
+    def _engine(self) -> _Loaded:
+        if self._loaded is None:
             raise EngineError("the engine has not started yet: await start(), or use `async with`")
+        return self._loaded
+
+    def _ask(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> Asked:
+        intake = self._engine.intake
         (params,) = listed_params(params, 1, self.sampling_defaults)
-        return ask(self._intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
+        return ask(intake, prompt, params, max_logprobs=self._options.max_logprobs, priority=priority)
 
     def _running(self, asked: Asked) -> _Running:
         request, text = asked
-        return _Running(Generation(request, self._tokenizer, request.arrival_s), text)
+        return _Running(Generation(request, self._engine.intake.tokenizer, request.arrival_s), text)
 
     async def _pieces(self, running: _Running) -> AsyncGenerator[Piece, None]:
         """Run a request; what each step adds. Leaving early ends it in the engine."""
         generation = running.generation
-        stream = self._client.submit(generation.request)
+        stream = self._engine.client.submit(generation.request)
         try:
             while not generation.finished:
                 deltas = await stream.take()
@@ -187,6 +213,14 @@ class AsyncLLM:
                     yield piece
         finally:
             stream.close()
+
+
+class _Loaded(NamedTuple):
+    """What there is once the model is loaded."""
+
+    client: EngineClient
+    template: ChatTemplate
+    intake: Intake
 
 
 class _Running(NamedTuple):
