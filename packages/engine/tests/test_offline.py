@@ -194,6 +194,23 @@ def test_the_engines_seed_makes_sampling_repeatable(folder: str) -> None:
     assert len({tuple(ids) for ids in first}) == len(first)
 
 
+def test_engines_that_share_threads_are_told_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    counts = {**OPTIONS, "threads": 3}, {**OPTIONS, "threads": 3}, {**OPTIONS, "threads": 4}
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    with LLM(folder, **counts[0]):
+        caplog.clear()  # that of a test before may be open
+        with LLM(folder, **counts[1]):
+            assert not warnings()
+        for _ in range(2):
+            with LLM(folder, **counts[2]):
+                (warning,) = [text for text in warnings() if "made for 3" in text]
+                assert "with 4 threads" in warning
+    LLM(folder, **OPTIONS).close()  # as the other tests want it
+
+
 def test_options_are_checked_by_name(folder: str) -> None:
     with pytest.raises(StartError, match="did you mean 'max_num_seqs'"):
         LLM(folder, max_num_sequences=3)

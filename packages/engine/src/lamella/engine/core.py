@@ -103,6 +103,7 @@ class EngineCore:
         """has_work, sequences that run and that wait, as of the last batch."""
         self._num_in_flight = 0
         self._schedule_s = 0.0
+        self.closed = False
         self.info = CoreInfo(
             max_model_len=options.max_model_len,
             vocab_size=report.vocab_size,
@@ -191,6 +192,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Free the devices. Requests that still run are lost."""
+        self.closed = True
         self._executor.close()
 
     # ---- private ---------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class LLM:
 
     LLM("smollm2", max_num_seqs=8): MODEL and any engine option as a keyword (see `lamella serve --help`).
     Not for use by several threads at once. Close it, or use it as a context manager, to give its memory back.
+    Several in one process share its CPU threads: the `threads` of the last one loaded holds for all.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

@@ -5,11 +5,13 @@ options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lamella.engine.adapters.speculator import from_config
 from lamella.engine.compose.core_config import CoreConfig
@@ -38,6 +40,11 @@ FAR_TOKENS, FAR_CONTEXT = 64, 4032
 """A chunk far behind the prompt's start, or as far as sequences go: shows what the context costs. Few tokens do, as
 reading the keys dominates."""
 
+log = logging.getLogger("lamella.core")
+
+_num_threads: WeakKeyDictionary[EngineCore, int] = WeakKeyDictionary()
+"""Of each core of this process. The pools of torch and of the native kernels belong to the process."""
+
 
 def build_core(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     """A core that is ready to take requests. Raises StartError, in one line, for whatever cannot work."""
@@ -60,6 +67,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     model = read_config(config.model_path)
     machine = read_machine()
     resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
+    _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
     executor = InProcess(Worker(resolved.runner, speculator))
     try:
@@ -98,6 +106,8 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     except BaseException:
         executor.close()
         raise
+    if resolved.runner.num_threads is not None:
+        _num_threads[core] = resolved.runner.num_threads
     info = core.info
     say(
         f"KV cache of {format_size(resolved.kv_bytes)}: {info.kv_tokens} tokens; context {info.max_model_len}; "
@@ -105,6 +115,23 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         f"ready in {time.perf_counter() - started:.1f} s"
     )
     return core
+
+
+def _share_threads(num_threads: int | None) -> None:
+    """Say so if loading changes the thread count of a core that is in use."""
+    for core, before in _num_threads.items():
+        if not core.closed and num_threads is not None and before != num_threads:
+            _warn_of_shared_threads(before, num_threads)
+
+
+@cache  # the same figures need no second word
+def _warn_of_shared_threads(before: int, now: int) -> None:
+    log.warning(
+        "this LLM computes with %d threads, and so does from now on the one of this process that was made for %d: give "
+        "both the same `threads`, or use AsyncLLM, whose engine is a process of its own",
+        now,
+        before,
+    )
 
 
 def _seeds(seed: int | None) -> Callable[[], int] | None:
