@@ -27,6 +27,21 @@ def test_max_tokens_is_what_the_context_holds(asked: int | None, resolved: int) 
     assert INTAKE.request([1, 2, 3], SamplingParams(max_tokens=asked)).max_tokens == resolved
 
 
+def test_max_tokens_that_a_client_asks_for_must_fit() -> None:
+    def ask(max_tokens: int | None) -> int:
+        params = SamplingParams(max_tokens=max_tokens)
+        return INTAKE.request([1, 2, 3], params, param="messages", max_tokens_param="max_completion_tokens").max_tokens
+
+    assert (ask(None), ask(7), ask(0)) == (7, 7, 0)
+    with pytest.raises(RequestError) as error:
+        ask(8)
+    assert error.value.param == "max_completion_tokens"
+    assert str(error.value) == (
+        "max_completion_tokens is 8, but only 7 tokens can follow the 3 of messages: the context holds 10; ask for at "
+        "most 7, or shorten messages"
+    )
+
+
 def test_a_full_context_can_only_be_scored() -> None:
     assert INTAKE.request([1] * 10, SamplingParams(max_tokens=0)).max_tokens == 0
     with pytest.raises(RequestError, match="10 tokens and leaves no room for an output; the context holds 10"):

@@ -226,3 +226,19 @@ def test_max_tokens_are_the_requests_else_the_models_else_the_apis() -> None:
             found = asked(http, core)
         room = core.info.max_model_len - len(core.seen[-1].prompt_ids)
         assert found == [room if value is None else value for value in expected]
+
+
+def test_max_completion_tokens_wins(http: httpx.Client) -> None:
+    body = {"prompt": "say:abcdef", "max_tokens": 5, "max_completion_tokens": 2}
+    answer = http.post("/v1/completions", json=body)
+    choice = answer.json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert "max_completion_tokens" not in answer.headers.get("x-lamella-ignored", "")
+
+
+def test_a_default_limit_is_cut_to_what_the_context_holds(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "x" * 505, "ignore_eos": True}).json()
+    assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (512, "length")
+    asked = {"prompt": "x" * 505, "ignore_eos": True, "max_tokens": 7}
+    assert http.post("/v1/completions", json=asked).json()["usage"]["total_tokens"] == 512
+    assert http.post("/v1/completions", json={**asked, "max_tokens": 8}).status_code == 400

@@ -41,8 +41,10 @@ class Intake:
         cache_salt: str | None = None,
         adapter: str | None = None,
         param: str = "prompt",
+        max_tokens_param: str | None = None,
     ) -> Request:
-        """A checked request for a text or for token ids. `param` names the prompt in errors.
+        """A checked request for a text or for token ids. `param` names the prompt in errors. max_tokens_param: the
+        field in which the client asked for max_tokens, which must then fit; None: cut to what fits.
 
         Raises RequestError for an empty prompt, one that the context does not hold, and ids outside the vocabulary.
         The parameters must have been validated.
@@ -60,7 +62,7 @@ class Intake:
             request_id=f"r{next(self._numbers):x}",
             prompt_ids=prompt_ids,
             params=self._normal(params),
-            max_tokens=self._max_tokens(len(prompt_ids), params, param),
+            max_tokens=self._max_tokens(len(prompt_ids), params, param, max_tokens_param),
             eos_ids=list(self.tokenizer.eos_ids),
             bad_words_ids=self._bad_words(params),
             priority=priority,
@@ -76,7 +78,7 @@ class Intake:
             wrong = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
             raise RequestError(f"{param} has token id {wrong}, valid ids are 0 to {self.vocab_size - 1}", param)
 
-    def _max_tokens(self, prompt_len: int, params: SamplingParams, param: str) -> int:
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, param: str, max_tokens_param: str | None) -> int:
         room = self.max_model_len - prompt_len
         if room < 0 or (room == 0 and params.max_tokens != 0):
             needed = "" if room < 0 else " and leaves no room for an output"
@@ -84,6 +86,12 @@ class Intake:
                 f"{param} has {prompt_len} tokens{needed}; the context holds {self.max_model_len} tokens, prompt and "
                 "output together",
                 param,
+            )
+        if max_tokens_param is not None and params.max_tokens is not None and params.max_tokens > room:
+            raise RequestError(
+                f"{max_tokens_param} is {params.max_tokens}, but only {room} tokens can follow the {prompt_len} of "
+                f"{param}: the context holds {self.max_model_len}; ask for at most {room}, or shorten {param}",
+                max_tokens_param,
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:

@@ -30,8 +30,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to sample, in the terms that users know.
 
     Off values: top_k 0 or -1, top_p 1, min_p 0, penalties 1/0/0; temperature 0 means greedy. max_tokens None: as many
-    as the context holds. logprobs/prompt_logprobs: None = none, k = the k best and the chosen token, -1 = all. seed -1
-    is none, as None is. The model's own defaults apply where no SamplingParams are given.
+    as the context holds; where it holds fewer than max_tokens, the answer ends there, with finish_reason "length" (over
+    HTTP a request that asks for more is refused). logprobs/prompt_logprobs: None = none, k = the k best and the chosen
+    token, -1 = all. seed -1 is none, as None is. The model's own defaults apply where no SamplingParams are given.
     """
 
     n: int = 1

@@ -12,8 +12,8 @@ from lamella.engine.server import sse
 from lamella.engine.server.answer import Answer, Prepared, respond
 from lamella.engine.server.job import Job
 from lamella.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from lamella.engine.server.schema_chat import ChatRequest, check_messages, max_tokens, num_logprobs
-from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
+from lamella.engine.server.schema_chat import ChatRequest, check_messages, num_logprobs
+from lamella.engine.server.schema_sampling import asked_max_tokens, check_stream_options, sampling_params
 from lamella.engine.server.state import ServerState
 from lamella.engine.server.unsupported import CHAT
 from lamella.engine.text.output import Piece
@@ -32,10 +32,12 @@ def prepare(state: ServerState, body: ChatRequest) -> Request:
     """Template, tokens, parameters. Raises RequestError."""
     check_messages(body.messages)
     check_stream_options(body)
+    # there must be something to answer
+    limit_name, limit = asked_max_tokens(body, least=1 if body.prompt_logprobs is None else 0)
     params = sampling_params(
         body,
         state.sampling_defaults,
-        max_tokens=max_tokens(body),
+        max_tokens=limit,
         logprobs=num_logprobs(body, state.options.max_logprobs),
         vocab_size=state.vocab_size,
         max_logprobs=state.options.max_logprobs,
@@ -55,6 +57,7 @@ def prepare(state: ServerState, body: ChatRequest) -> Request:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         param="messages",
+        max_tokens_param=limit_name,
     )
 
 

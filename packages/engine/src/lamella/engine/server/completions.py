@@ -15,7 +15,7 @@ from lamella.engine.server.answer import Answer, Prepared, respond
 from lamella.engine.server.job import Job
 from lamella.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from lamella.engine.server.schema_completions import DEFAULT_MAX_TOKENS, CompletionRequest, prompts
-from lamella.engine.server.schema_sampling import check_stream_options, sampling_params
+from lamella.engine.server.schema_sampling import asked_max_tokens, check_stream_options, sampling_params
 from lamella.engine.server.state import ServerState
 from lamella.engine.server.unsupported import COMPLETIONS
 from lamella.engine.text.detokenizer import Detokenizer
@@ -37,15 +37,15 @@ def _prepared(state: ServerState, body: CompletionRequest) -> Prepared:
 def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request], list[Echo] | None]:
     """Tokens and parameters of each prompt, and the prompts to echo, if so asked. Raises RequestError."""
     check_stream_options(body)
-    max_tokens = body.max_tokens
-    if max_tokens is None:
-        max_tokens = state.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
-    if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise RequestError("max_tokens 0 needs echo: true, or there is no answer", "max_tokens")
+    limit_name, limit = asked_max_tokens(body, least=0)
+    if limit == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError(f"{limit_name} 0 needs echo: true, or there is no answer", limit_name)
+    if limit is None:
+        limit = state.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
     params = sampling_params(
         body,
         state.sampling_defaults,
-        max_tokens=max_tokens,
+        max_tokens=limit,
         logprobs=body.logprobs,
         vocab_size=state.vocab_size,
         max_logprobs=state.options.max_logprobs,
@@ -60,6 +60,7 @@ def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request],
             add_special_tokens=body.add_special_tokens is not False,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            max_tokens_param=limit_name,
         )
         for prompt in given
     ]

@@ -13,6 +13,8 @@ import msgspec
 from lamella.engine.errors import RequestError
 from lamella.engine.request import MAX_LOGIT_BIAS, SamplingParams
 
+MAX_TOKENS = 2**31 - 1
+
 
 class StreamOptions(msgspec.Struct):
     """What a stream carries besides the text."""
@@ -31,6 +33,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """Another name of max_tokens, which it wins over."""
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,6 +80,17 @@ DIRECT = (
     "skip_special_tokens",
 )
 """Fields that mean the same in SamplingParams."""
+
+
+def asked_max_tokens(fields: GenerationFields, least: int) -> tuple[str | None, int | None]:
+    """The field that limits the answer, and its value, at least `least`; None: no field says. Raises RequestError."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value: int | None = getattr(fields, name)
+        if value is not None:
+            if not least <= value <= MAX_TOKENS:
+                raise RequestError(f"{name} must be in [{least}, {MAX_TOKENS}], got {value}", name)
+            return name, value
+    return None, None
 
 
 def sampling_params(
