@@ -67,14 +67,15 @@ def test_a_client_that_leaves_frees_its_sequences_within_a_step(
         del body["messages"]
     else:
         del body["prompt"]
+    core.step_s = 0.2  # far longer than the news of the end may take
     with sent(server, path, body) as connection:
-        until(lambda: core.steps >= 3)
+        until(lambda: core.steps >= 2)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         steps = core.steps
     until(lambda: core.num_held == 0)
-    # one step may have begun before the server saw the end, and one before the core saw the abort
-    assert core.steps - steps <= 3
+    # the step under way ends; one more may have begun before the connection was closed
+    assert core.steps - steps <= 1
     assert len(core.aborted) == 1
     until(lambda: server.client is not None and server.client.num_open == 0)
 
