@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lamella.runner_v2.sampling.bias import Bias
 from lamella.runner_v2.sampling.params import RowParams
 from lamella.runner_v2.sampling.rows import LogitsRows
 from lamella.runner_v2.sampling.sampler import Sampler
@@ -182,3 +183,28 @@ def test_long_outputs_grow_the_counts(kernels):
     sampler.sample(logits, LogitsRows.of([0], [701]))
     np.testing.assert_allclose(logits[0].numpy(), expected, rtol=1e-6, atol=1e-6)
     assert math.isfinite(float(logits.sum()))
+
+
+def test_stop_ids_are_forgotten_once_min_tokens_are_there(kernels):
+    sampler = Sampler(VOCAB, 4, "cpu", max_drafts=2, kernels=kernels)
+    (bias,) = [t for t in sampler._transforms if isinstance(t, Bias)]
+    sampler.add(0, RowParams(0.0, min_tokens=3, stop_ids=(1,)), PROMPT, [9])
+    sampler.add(1, RowParams(0.0, min_tokens=4, stop_ids=(1,), logit_bias=((2, 1.0),)), PROMPT, [9])
+    sampler.add(2, RowParams(0.0, min_tokens=1, stop_ids=(1,)), PROMPT, [9])
+    assert bias.num_active == 2, "row 2 had its token before it came"
+    sampler.advance([0, 1], [1, 1], [4, 4])
+    assert bias.num_active == 2
+    logits = torch.zeros((4, VOCAB))
+    bias.apply(logits, LogitsRows.of([0, 1, 2], [7, 7, 6], [[6], [], []]))
+    # positions 7 and 8 of row 0: the third output token is held back, the one behind its draft is not
+    assert [bool(value) for value in logits[:, 1].isinf()] == [True, False, True, False]
+    sampler.advance([1, 0], [2, 2], [4, 4, 4, 4])
+    assert bias.num_active == 1
+    assert bias._edits[1].stop_ids is None
+    logits = torch.zeros((2, VOCAB))
+    bias.apply(logits, LogitsRows.of([0, 1], [9, 9], [[], []]))
+    assert logits.isfinite().all()
+    assert float(logits[1, 2]) == 1.0
+    sampler.remove(1)
+    sampler.remove(0)
+    assert bias.num_active == 0

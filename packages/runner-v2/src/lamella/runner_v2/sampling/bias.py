@@ -24,7 +24,10 @@ class _Edits(NamedTuple):
 
 class Bias:
     """All ids but the allowed ones to -inf, then bias added, then stop ids to -inf where the row chooses one of the
-    first min_tokens output tokens (drafts before the row count, because the position counts them)."""
+    first min_tokens output tokens (drafts before the row count, because the position counts them).
+
+    A row that has emitted min_tokens forgets its stop ids, and is left alone from then on if it had nothing else.
+    """
 
     def __init__(self, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self.num_active = 0
@@ -32,11 +35,14 @@ class Bias:
         self._device = device
         self._active = np.zeros(max_num_rows, bool)
         self._edits: dict[int, _Edits] = {}
+        self._len: dict[int, int] = {}
+        """Tokens of the rows that hold stop ids back: the position of their next one."""
 
     def add(self, row: int, params: RowParams, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         self.remove(row)
         # an end id outside the vocabulary cannot be chosen anyway
-        stop_ids = [i for i in params.stop_ids if i < self._vocab_size] if params.min_tokens > 0 else []
+        held_back = params.min_tokens > len(output_ids)
+        stop_ids = [i for i in params.stop_ids if i < self._vocab_size] if held_back else []
         if params.allowed_ids is None and not params.logit_bias and not stop_ids:
             return
         bias: dict[int, float] = {}
@@ -51,10 +57,13 @@ class Bias:
             self._ids(stop_ids) if stop_ids else None,
             len(prompt_ids) + params.min_tokens,
         )
+        if stop_ids:
+            self._len[row] = len(prompt_ids) + len(output_ids)
         self._active[row] = True
         self.num_active += 1
 
     def remove(self, row: int) -> None:
+        self._len.pop(row, None)
         if self._edits.pop(row, None) is not None:
             self._active[row] = False
             self.num_active -= 1
@@ -76,7 +85,17 @@ class Bias:
                 row[edits.stop_ids] = -torch.inf
 
     def advance(self, row: int, token_ids: Sequence[int]) -> None:
-        pass  # positions say how many output tokens exist
+        if row not in self._len:
+            return
+        self._len[row] += len(token_ids)
+        edits = self._edits[row]
+        if self._len[row] < edits.min_len:
+            return
+        if edits.allowed_ids is None and edits.bias_ids is None:
+            self.remove(row)
+        else:
+            del self._len[row]
+            self._edits[row] = edits._replace(stop_ids=None)
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)
