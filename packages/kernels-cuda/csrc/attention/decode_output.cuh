@@ -66,7 +66,7 @@ __device__ __forceinline__ T* out_row(const DecodeParams& p, int sequence, const
          place.head * p.out_strides[2];
 }
 
-// kCount neighbouring values of an output row. T is the type of the arithmetic; with an fp8 cache the queries' may differ.
+// kCount neighbouring values of an output row. T is the type of the arithmetic; over fp8 that of q may differ.
 template <class T, bool kFp8, int kCount>
 __device__ __forceinline__ void store_out(const DecodeParams& p, int sequence, const RowPlace& place, int d,
                                           const float* values) {
@@ -74,7 +74,8 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, int sequence, c
   const bool as_bf16 = kFp8 && p.q_bf16;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i)
-    packed[i] = as_bf16 ? pack_pair<bf16>(values[2 * i], values[2 * i + 1]) : pack_pair<T>(values[2 * i], values[2 * i + 1]);
+    packed[i] = as_bf16 ? pack_pair<bf16>(values[2 * i], values[2 * i + 1])
+                        : pack_pair<T>(values[2 * i], values[2 * i + 1]);
   T* to = out_row<T>(p, sequence, place) + d;  // both types have two bytes
   if constexpr (kCount == 4) {
     *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);

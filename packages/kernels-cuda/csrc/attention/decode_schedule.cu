@@ -1,6 +1,6 @@
 // The chunks of all (sequence, group) pairs stand in one row; part p takes those from p * payload on:
 //
-//   pair     | 0          | 1    | 2                       | 3 |     pairs without a key take one place: who comes by it
+//   pair     | 0          | 1    | 2                       | 3 |    pairs without a key take one place: who comes by it
 //   parts    |0       |1       |2       |3       |4       |          writes their zeros
 //
 // so a pair is cut at borders of parts only, and everything about the cut follows from payload.

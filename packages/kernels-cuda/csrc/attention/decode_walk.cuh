@@ -1,4 +1,4 @@
-// What one block of paged decode works through: its part of the schedule, pair after pair; and the loads that run ahead.
+// What one block of paged decode works through: its part of the schedule, pair after pair, and loads that run ahead.
 #pragma once
 
 #include "attention/chunks.cuh"
@@ -66,7 +66,7 @@ struct Walk {
   }
 };
 
-// Loads tile `warp` (16 keys) of each chunk into a ring of stages. kRowBytes: of one key. Rows are kStride apart, an odd
+// Loads tile `warp` (16 keys) of each chunk into a ring of stages. kRowBytes: of a key. Rows are kStride apart, an odd
 // number of 16-byte units, so that the 8 rows of an ldmatrix lie in different banks.
 template <int kRowBytes>
 struct Loader {

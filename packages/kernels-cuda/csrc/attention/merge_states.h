@@ -7,7 +7,7 @@
 
 // States s of num_states: o at first (s = 0) or at rest + (s - 1) * state_stride, rows row_stride apart, lse likewise;
 // strides in elements. out = sum_s e^(lse_s - lse) o_s, lse = log sum_s e^lse_s (null: not wanted). States whose lse is
-// -inf (or +inf, as some libraries say) count nothing whatever their o holds; a row with no other state gives 0 and -inf.
+// -inf (or +inf, as some libraries say) count nothing whatever their o holds; a row with no other gives 0 and -inf.
 // elem: of o and out. width * size of elem % 16 == 0.
 LAMELLA_API int lamella_merge_states(void* out, float* lse, const void* first, const float* first_lse, const void* rest,
                                      const float* rest_lse, int64_t num_states, int64_t state_stride,

@@ -79,11 +79,13 @@ LAMELLA_API int lamella_paged_decode(const LamellaPagedDecode* what, void* strea
   const int64_t most_stride = (int64_t{1} << 27);  // 16 keys of it stay within 32 bits
   if (w.num_queries > 8 || w.num_heads % w.num_kv_heads != 0 || w.block_size <= 0 || w.block_size % 16 != 0 ||
       w.num_parts < 1 || w.k_strides[2] < 0 || w.v_strides[2] < 0 || w.k_strides[2] > most_stride / 2 ||
-      w.v_strides[2] > most_stride / 2 || w.batch > INT32_MAX / 2 || w.block_size > INT32_MAX / 2 || w.num_heads > 65536)
+      w.v_strides[2] > most_stride / 2 || w.batch > INT32_MAX / 2 || w.block_size > INT32_MAX / 2 ||
+      w.num_heads > 65536)
     return kUnsupported;
   const attention::DecodeParams p = attention::params_of(w);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  if (cache == Elem::f8e4m3 && (q == Elem::bf16 || q == Elem::f16)) return attention::launch_decode_f8(p, w.head_dim, on);
+  if (cache == Elem::f8e4m3 && (q == Elem::bf16 || q == Elem::f16))
+    return attention::launch_decode_f8(p, w.head_dim, on);
   if (cache != q) return kUnsupported;
   if (q == Elem::bf16) return attention::launch_decode_bf16(p, w.head_dim, on);
   if (q == Elem::f16) return attention::launch_decode_f16(p, w.head_dim, on);

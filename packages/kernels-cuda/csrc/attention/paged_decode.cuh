@@ -7,8 +7,9 @@
 //
 //   Q (registers) x K (ldmatrix) -> S -> P (the registers of S are those of A) x V (ldmatrix.trans) -> O
 //
-// fp8 caches are widened to f16 after ldmatrix, exactly. That leaves lane (g, t) with the four elements 4t..4t+3 of a row
-// where f16 would give it two: Q is loaded in the same order, and of O's tiles 2j and 2j+1 the first has the even columns.
+// fp8 caches are widened to f16 after ldmatrix, exactly. That leaves lane (g, t) with four elements 4t..4t+3 of a row
+// where f16 would give it two: Q is loaded in the same order, and of O's tiles 2j and 2j+1 the first has the even
+// columns.
 #pragma once
 
 #include "attention/decode_output.cuh"
@@ -143,8 +144,8 @@ struct RowTile {
 #pragma unroll
         for (int j = 0; j < 4; ++j) o[i][j] *= kept[j / 2];
     }
-    const uint32_t a[4] = {pack_pair<T>(s[0][0], s[0][1]), pack_pair<T>(s[0][2], s[0][3]), pack_pair<T>(s[1][0], s[1][1]),
-                           pack_pair<T>(s[1][2], s[1][3])};
+    const uint32_t a[4] = {pack_pair<T>(s[0][0], s[0][1]), pack_pair<T>(s[0][2], s[0][3]),
+                           pack_pair<T>(s[1][0], s[1][1]), pack_pair<T>(s[1][2], s[1][3])};
     values(a, v, lane);
   }
 
@@ -170,7 +171,7 @@ struct RowTile {
     }
   }
 
-  // bf16 queries in f16: times a power of two per row, so that the largest is near 256 and what underflows cannot matter.
+  // bf16 queries in f16: times a power of two per row, so that the largest is near 256 and no underflow matters.
   __device__ __forceinline__ void narrow(int half) {
     const auto low_part = [](uint32_t pair) { return __uint_as_float(pair << 16); };
     const auto high_part = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
@@ -188,7 +189,8 @@ struct RowTile {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-      for (int j = half; j < 4; j += 2) q[i][j] = pack_pair<f16>(low_part(q[i][j]) * factor, high_part(q[i][j]) * factor);
+      for (int j = half; j < 4; j += 2)
+        q[i][j] = pack_pair<f16>(low_part(q[i][j]) * factor, high_part(q[i][j]) * factor);
   }
 
   __device__ __forceinline__ void scores(float (&s)[2][4], uint32_t k, int lane) {
@@ -225,7 +227,8 @@ struct RowTile {
   }
 
   // 16 columns from keys 0-7 (low) and 8-15 (high), each register with two columns of two keys.
-  __device__ __forceinline__ void widen_and_add(const uint32_t (&a)[4], int pair, uint32_t low_keys, uint32_t high_keys) {
+  __device__ __forceinline__ void widen_and_add(const uint32_t (&a)[4], int pair, uint32_t low_keys,
+                                                uint32_t high_keys) {
     low_keys = __byte_perm(low_keys, 0, 0x3120);
     high_keys = __byte_perm(high_keys, 0, 0x3120);
     multiply_add<T>(o[2 * pair], a, widen_pair(low_keys), widen_pair(high_keys));
@@ -295,7 +298,8 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, const Walk& w
       for (int half = 0; half < kRows / 8; ++half) {
         float* to = mine_to + (g + 8 * half) * kPitch + column;
         if constexpr (kFp8) {
-          *reinterpret_cast<float4*>(to) = make_float4(even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]);
+          *reinterpret_cast<float4*>(to) =
+              make_float4(even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]);
         } else {
           *reinterpret_cast<float2*>(to) = make_float2(even[2 * half], even[2 * half + 1]);
           *reinterpret_cast<float2*>(to + 8) = make_float2(odd[2 * half], odd[2 * half + 1]);

@@ -27,6 +27,7 @@ from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.gemm import linear, linear_fp8, linear_workspace, pack_gate_up
 from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
+from lamella.kernels_cuda.prefill import paged_prefill
 from lamella.kernels_cuda.sampling import (
     apply_bitmask,
     apply_penalties,
@@ -62,6 +63,7 @@ __all__ = [
     "pack_gate_up",
     "paged_decode",
     "paged_decode_workspace_size",
+    "paged_prefill",
     "quant_fp8_per_group",
     "quant_fp8_per_token",
     "rms_norm",
