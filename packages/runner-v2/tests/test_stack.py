@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lamella.runner_v2.graphs import GraphCache, GraphKey
-from lamella.runner_v2.host_memory import _from_cgroup, _from_meminfo, available_bytes
+from lamella.runner_v2.host_memory import available_bytes
 from lamella.runner_v2.inputs import ModelInput
 from lamella.runner_v2.stack import Hooks, LayerStack
 
@@ -57,20 +57,27 @@ class TestGraphCache:
 
 
 class TestHostMemory:
-    def test_meminfo(self, tmp_path: Path) -> None:
-        file = tmp_path / "meminfo"
-        file.write_text("MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:   42 kB\n")
-        assert _from_meminfo(file) == 42 * 1024
-        assert _from_meminfo(tmp_path / "none") is None
+    def test_the_system_says(self, tmp_path: Path) -> None:
+        installed = available_bytes(tmp_path)
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/meminfo").write_text("MemTotal:  100 kB\nMemFree: 5 kB\n")
+        assert available_bytes(tmp_path) == installed > 1 << 20
+        (tmp_path / "proc/meminfo").write_text("MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:   42 kB\n")
+        assert available_bytes(tmp_path) == 42 * 1024
 
-    def test_container_limit(self, tmp_path: Path) -> None:
-        assert _from_cgroup(tmp_path) is None
-        (tmp_path / "memory.max").write_text("max\n")
-        (tmp_path / "memory.current").write_text("600\n")
-        assert _from_cgroup(tmp_path) is None
-        (tmp_path / "memory.max").write_text("1000\n")
-        (tmp_path / "memory.stat").write_text("anon 300\nactive_file 20\ninactive_file 100\n")
-        assert _from_cgroup(tmp_path) == 520
+    def test_a_group_above_this_one_leaves_less(self, tmp_path: Path) -> None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/meminfo").write_text("MemAvailable:   42 kB\n")
+        (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+        above = tmp_path / "sys/fs/cgroup/a"
+        (above / "b").mkdir(parents=True)
+        (above / "b/memory.max").write_text("max\n")
+        (above / "b/memory.current").write_text("600\n")
+        assert available_bytes(tmp_path) == 42 * 1024
+        (above / "memory.max").write_text("1000\n")
+        (above / "memory.current").write_text("600\n")
+        (above / "memory.stat").write_text("anon 300\nactive_file 20\ninactive_file 100\n")
+        assert available_bytes(tmp_path) == 520
 
     def test_something_is_available(self) -> None:
         assert 1 << 20 < available_bytes() < 1 << 50

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from lamella.engine.config.cgroup import read_limits
+from lamella.runner_v2.cgroup import read_limits
 
 
 @dataclass(frozen=True, slots=True)
