@@ -166,7 +166,7 @@ class CheckedExecutor(InProcess):
             self.check_cost(work)
         books = self.core._scheduler.books
         for sequence in (*books.prefilling, *books.decoding):
-            assert sequence.reach < sequence.max_len or sequence.scores_only, "computed beyond the end"
+            assert sequence.reach < max(sequence.max_len, sequence.prompt_len + 1), "computed beyond the end"
         self.clock.advance(0.125)
         super().submit(step)
 

@@ -64,7 +64,7 @@ def test_characters_arrive_whole(llama2: Tokenizer) -> None:
 
 
 def test_invalid_bytes_become_replacements(llama2: Tokenizer) -> None:
-    a = llama2.id_of("a")
+    a = llama2.backend.token_to_id("a")
     assert a is not None
     assert stream(llama2, [_byte(llama2, 0xE2), a]) == ["", "\ufffda", ""]
     assert stream(llama2, [_byte(llama2, 0xFF), a]) == ["\ufffd", "a", ""]
@@ -79,7 +79,7 @@ def test_special_token_inside_a_character(llama2: Tokenizer) -> None:
 
 
 def test_first_space_follows_the_prompt(llama2: Tokenizer) -> None:
-    hello, bos = llama2.id_of("▁hello"), llama2.bos_id
+    hello, bos = llama2.backend.token_to_id("▁hello"), llama2.bos_id
     assert hello is not None
     assert bos is not None
     assert stream(llama2, [hello, hello]) == ["hello", " hello", ""]
@@ -104,12 +104,6 @@ def test_prompt_that_ends_inside_a_character(llama2: Tokenizer, smollm2: Tokeniz
     assert "".join(stream(smollm2, ids[-1:], prompt_ids=ids[:-1]))
 
 
-def test_several_at_once(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("hello world, the é", add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer)
-    assert detokenizer.push_all(ids) + detokenizer.flush() == tokenizer.decode(ids)
-
-
 class TestOtherDecoders:
     """A decoder that joins words gives its text through a window."""
 
@@ -124,7 +118,7 @@ class TestOtherDecoders:
         assert stream(word_pieces, ids[1:], prompt_ids=ids[:1]) == [" the", ""]
 
     def test_special_tokens(self, word_pieces: Tokenizer) -> None:
-        the, sep = word_pieces.id_of("the"), word_pieces.id_of("[SEP]")
+        the, sep = word_pieces.backend.token_to_id("the"), word_pieces.backend.token_to_id("[SEP]")
         assert the is not None
         assert sep is not None
         assert "".join(stream(word_pieces, [the, sep, the])) == "the the"
@@ -139,6 +133,6 @@ class TestOtherDecoders:
 
 
 def _byte(tokenizer: Tokenizer, byte: int) -> int:
-    id = tokenizer.id_of(f"<0x{byte:02X}>")
+    id = tokenizer.backend.token_to_id(f"<0x{byte:02X}>")
     assert id is not None
     return id

@@ -31,7 +31,7 @@ def test_parts_of_a_character(smollm2: Tokenizer, llama2: Tokenizer) -> None:
 
 
 def test_alternatives_share_the_context(llama2: Tokenizer) -> None:
-    first, second, other, a = (llama2.id_of(name) for name in ("<0xC3>", "<0xA9>", "<0xA8>", "a"))
+    first, second, other, a = (llama2.backend.token_to_id(name) for name in ("<0xC3>", "<0xA9>", "<0xA8>", "a"))
     assert None not in (first, second, other, a)
     described = describe_logprobs(llama2, Logprob([second, other, first, a], [-1.0, -2.0, -3.0, -4.0], 1), [a, first])  # type: ignore[list-item]
     assert [described.chosen.text, *(top.text for top in described.top)] == ["é", "è", "\ufffd", "a"]
@@ -44,6 +44,6 @@ def test_special_tokens_have_their_names(smollm2: Tokenizer) -> None:
 
 
 def test_vocabularies_without_bytes(word_pieces: Tokenizer) -> None:
-    hello = word_pieces.id_of("hello")
+    hello = word_pieces.backend.token_to_id("hello")
     assert hello is not None
     assert describe_logprobs(word_pieces, Logprob([hello], [-0.5], 1), []).chosen == (hello, "hello", b"hello", -0.5)

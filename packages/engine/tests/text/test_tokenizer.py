@@ -49,8 +49,8 @@ class TestSmolLM2:
         assert smollm2.bos_id == 1
         assert smollm2.eos_id == 2
         assert smollm2.token_name(2) == "<|im_end|>"
-        assert smollm2.id_of("<|im_start|>") == 1
-        assert smollm2.eos_ids == (2, smollm2.id_of("<|endoftext|>"))
+        assert smollm2.backend.token_to_id("<|im_start|>") == 1
+        assert smollm2.eos_ids == (2, smollm2.backend.token_to_id("<|endoftext|>"))
         assert smollm2.encode("x") == smollm2.encode("x", add_special_tokens=False), "the file asks for no BOS"
         assert smollm2.chat_template is not None
         assert "<|im_start|>" in smollm2.chat_template
@@ -116,7 +116,7 @@ class TestFolder:
         listed = {str(id): {"content": "<|extra|>", "special": True}, "0": {"content": "<s>", "special": True}}
         tokenizer = load_tokenizer(folder(tokenizer_config={"added_tokens_decoder": listed}))
         assert tokenizer.encode("<|extra|>") == [id]
-        assert tokenizer.is_special(id)
+        assert id in tokenizer.special_ids
         assert tokenizer.vocab_size == id + 1
 
     @pytest.mark.parametrize("odd", [None, 5, "x", [], [5], {}, {"content": 5}, {"content": ""}, "\ud800", 1.5, True])
@@ -186,11 +186,11 @@ class TestBytes:
         assert {bytes([byte]) for byte in range(256)} <= single
 
     def test_of_byte_fallback_tokens(self, llama2: Tokenizer) -> None:
-        byte_e2 = llama2.id_of("<0xE2>")
+        byte_e2 = llama2.backend.token_to_id("<0xE2>")
         assert byte_e2 is not None
         assert llama2.token_bytes(byte_e2) == b"\xe2"
         assert llama2.token_text(byte_e2) == "\ufffd"
-        hello = llama2.id_of("▁hello")
+        hello = llama2.backend.token_to_id("▁hello")
         assert hello is not None
         assert llama2.token_bytes(hello) == b" hello"
 

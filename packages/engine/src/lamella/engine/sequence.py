@@ -164,11 +164,6 @@ class Sequence:
     def planned_len(self) -> int:
         return max(len(self.ids), self.reach + 1)
 
-    @property
-    def scores_only(self) -> bool:
-        """No token is wanted, only what the prompt's computation yields."""
-        return self.max_len == self.prompt_len
-
     def move_to(self, state: State) -> None:
         """Change the state; asserts that the life of a sequence allows it."""
         assert state in _NEXT[self.state], f"sequence {self.request_id}[{self.index}]: {self.state} to {state}"

@@ -10,7 +10,7 @@ an unfinished one does so at the end (`flush`). The pieces together are what `To
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from lamella.engine.text.pieces import PieceTable
 from lamella.engine.text.tokenizer import Tokenizer
@@ -35,11 +35,6 @@ class Detokenizer:
             stream = _WindowStream(tokenizer, prompt_ids, skip_special_tokens)
         self.push = stream.push
         self.flush = stream.flush
-
-    def push_all(self, token_ids: Iterable[int]) -> str:
-        """Text of several tokens."""
-        push = self.push
-        return "".join([push(id) for id in token_ids])
 
 
 class _ByteStream:

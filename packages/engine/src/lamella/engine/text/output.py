@@ -91,11 +91,6 @@ class OutputBuilder:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
-    @property
-    def text_len(self) -> int:
-        """Characters of `text`."""
-        return self._released_len
-
     def push(self, delta: Delta) -> Piece:
         """Take a delta. After the end nothing more may be pushed."""
         assert self.finish_reason is None

@@ -103,13 +103,6 @@ class Tokenizer:
         """How the vocabulary writes a token, None outside the vocabulary."""
         return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
-        return self.backend.token_to_id(token)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self.special_ids
-
     def encode_bad_words(self, words: Iterable[str]) -> list[list[int]]:
         """Id sequences that must not be produced: each word at the start of a text or inside one, and after a space."""
         sequences: dict[tuple[int, ...], None] = {}
