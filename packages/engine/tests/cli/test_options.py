@@ -197,9 +197,7 @@ def test_each_sampling_flag_is_a_field_of_the_parameters() -> None:
     assert set(NAMES) <= set(SamplingParams.__struct_fields__)
 
 
-def test_the_models_limit_holds_where_no_flag_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_models_limit_holds_where_no_flag_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "tiny", "llama")
     (tmp_path / "tiny" / "generation_config.json").write_text('{"max_new_tokens": 3}')
     for words, count in (((), 3), (("--max-tokens", "5"), 5), (("--min-tokens", "2"), 3)):
