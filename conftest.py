@@ -74,5 +74,23 @@ class NativeState:
             )
 
 
+class Figures:
+    """Shows in the summary what tests have measured and given to record_property("figure", text)."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.lines += [str(value) for name, value in report.user_properties if name == "figure"]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.lines:
+            terminalreporter.section("figures")
+            for line in self.lines:
+                terminalreporter.write_line(line)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NativeState(), "native-state")
+    config.pluginmanager.register(Figures(), "figures")

@@ -85,7 +85,9 @@ def llama_cpp_logits(path: Path) -> Callable[[list[int]], torch.Tensor]:
     return logits
 
 
-def test_default_path_is_close_to_the_reference(smollm2_path: Path, reference: LlamaForCausalLM) -> None:
+def test_default_path_is_close_to_the_reference(
+    smollm2_path: Path, reference: LlamaForCausalLM, record_property: Callable[[str, object], None]
+) -> None:
     runner = ModelRunner.load(RunnerConfig(model_path=str(smollm2_path), num_threads=2))
     engines = {"lamella": partial(score, runner.assembly)}
     if importlib.util.find_spec("llama_cpp"):
@@ -102,9 +104,10 @@ def test_default_path_is_close_to_the_reference(smollm2_path: Path, reference: L
             flips[name] += (best[:, 0] - best[:, 1])[differs].tolist()
     for name in engines:
         kl, gap = torch.cat(found[name]), max(flips[name], default=0.0)
-        print(
+        record_property(
+            "figure",
             f"{name}: KL mean {kl.mean():.2e}, max {kl.max():.2e}; argmax differs at {len(flips[name])} of {len(kl)} "
-            f"positions, largest gap {gap:.2f}"
+            f"positions, largest gap {gap:.2f}",
         )
     kl = torch.cat(found["lamella"])
     assert len(kl) == 20 * NUM_POSITIONS
