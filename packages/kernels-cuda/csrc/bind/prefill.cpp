@@ -27,11 +27,12 @@ const float* check_scale(const std::optional<TensorView>& scale, const char* nam
   return scale->as<float>();
 }
 
+// kernel: 0 and 1 the portable one, 2 Hopper's.
 void paged_prefill(const TensorView& out, const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
                    const TensorView& block_table, const TensorView& cu_q, const TensorView& seq_lens,
                    int64_t max_q_len, double scale, bool causal, int64_t window, double softcap,
                    const std::optional<TensorView>& sinks, const std::optional<TensorView>& k_scale,
-                   const std::optional<TensorView>& v_scale, const std::optional<TensorView>& lse) {
+                   const std::optional<TensorView>& v_scale, const std::optional<TensorView>& lse, int kernel) {
   check(q, "q", {DType::bf16, DType::f16}, {-1, -1, -1});
   check_aligned(q, "q");
   const int64_t num_tokens = q.shape[0], num_heads = q.shape[1], head_dim = q.shape[2];
@@ -108,6 +109,7 @@ void paged_prefill(const TensorView& out, const TensorView& q, const TensorView&
   what.causal = causal;
   what.q_elem = elem_of(q.dtype);
   what.cache_elem = elem_of(k_cache.dtype);
+  what.kernel = kernel;
   const OnDevice on(q);
   succeed(lamella_paged_prefill(&what, on.stream), "paged_prefill");
 }
@@ -118,7 +120,7 @@ void bind_prefill(py::module_& m) {
   m.def("paged_prefill", &paged_prefill, py::arg("out"), py::arg("q"), py::arg("k_cache"), py::arg("v_cache"),
         py::arg("block_table"), py::arg("cu_q"), py::arg("seq_lens"), py::arg("max_q_len"), py::arg("scale"),
         py::arg("causal"), py::arg("window"), py::arg("softcap"), py::arg("sinks"), py::arg("k_scale"),
-        py::arg("v_scale"), py::arg("lse"));
+        py::arg("v_scale"), py::arg("lse"), py::arg("kernel"));
 }
 
 }  // namespace lamella::bind

@@ -24,10 +24,11 @@ struct LamellaPagedPrefill {
   float scale, softcap;                    // softcap 0: none
   int32_t causal;
   int32_t q_elem, cache_elem;  // f16 or bf16; the same, or f8e4m3
+  int32_t kernel;              // 0 and 1: the portable one, 2: Hopper's (not proved on a device yet) or kUnsupported
 };
 
-// out = softmax(scale * q k) v over the keys that a query sees: with causal, query i of n up to key seq_len - n + i, with
-// a window that many of them; else all seq_len. A query that sees none gives 0 and lse -inf. Rows of out beyond
-// cu_q[batch] are left alone. max_q_len: no sequence has more new tokens. scale > 0. Head dims 64, 80, 96, 128, 192, 256;
-// block_size % 16 == 0.
+// out = softmax(scale * q k) v over the keys that a query sees: with causal, query i of n up to key seq_len - n + i,
+// with a window that many of them; else all seq_len. A query that sees none gives 0 and lse -inf. Rows of out beyond
+// cu_q[batch] are left alone. max_q_len: no sequence has more new tokens. scale > 0. Head dims 64, 80, 96, 128, 192,
+// 256; block_size % 16 == 0.
 LAMELLA_API int lamella_paged_prefill(const LamellaPagedPrefill* what, void* stream);

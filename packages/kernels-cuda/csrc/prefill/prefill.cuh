@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_keys(const PrefillParams& p, const Tile& ti
   using Shape = PrefillShape<D>;
   using C = std::conditional_t<kFp8, f8, T>;
   const C* from = static_cast<const C*>(cache) + kv_head * strides[1];
-#pragma unroll 4
+#pragma unroll 2
   for (int vec = threadIdx.x; vec < Shape::kKeys * Shape::kUnits; vec += kThreads) {
     const int row = vec / Shape::kUnits, unit = vec % Shape::kUnits;
     const int block = __shfl_sync(0xffffffffu, pieces.block, row / 16);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_keys(const PrefillParams& p, const Tile& ti
 
 // grid: (tiles, head groups)
 template <class T, bool kFp8, int D>
-__global__ void __launch_bounds__(kThreads) prefill_kernel(const PrefillParams p) {
+__global__ void __launch_bounds__(kThreads, D > 128 || kFp8 ? 2 : 3) prefill_kernel(const PrefillParams p) {
   using Shape = PrefillShape<D>;
   constexpr int kKeys = Shape::kKeys, kStride = Shape::kStride;
   extern __shared__ __align__(16) char raw[];
@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const PrefillParams p
     high[h] = last_key(p, tile, position);
   }
   // keys that all rows see need no mask
-  const int clear_begin = first_key(p, tile.position + tile.count - 1), clear_end = last_key(p, tile, tile.position) + 1;
+  const int clear_begin = first_key(p, tile.position + tile.count - 1);
+  const int clear_end = last_key(p, tile, tile.position) + 1;
   float o[D / 8][4];
 #pragma unroll
   for (int j = 0; j < D / 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.f;

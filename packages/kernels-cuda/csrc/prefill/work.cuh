@@ -1,7 +1,7 @@
 // How the work of prefill is cut, for both kernels.
 //
-// A tile is pack * tokens rows: the `pack` query heads of one kv head (all of them, where they fit) for some neighbouring
-// tokens of one sequence, so that short extensions fill a tile and its keys are read once for all these heads.
+// A tile is pack * tokens rows: the `pack` query heads of one kv head (all of them, where they fit) for some
+// neighbouring tokens of one sequence, so that short extensions fill a tile and its keys are read once for all heads.
 //
 //   row r of a tile   token r / pack, head r % pack
 #pragma once

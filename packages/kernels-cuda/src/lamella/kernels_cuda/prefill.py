@@ -6,6 +6,8 @@ import torch
 
 from lamella.kernels_cuda.device import native
 
+_KERNELS = {None: 0, "portable": 1, "sm90": 2}
+
 
 def paged_prefill(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim] bfloat16 or float16
@@ -25,6 +27,7 @@ def paged_prefill(
     v_scale: torch.Tensor | None = None,  # [1] or [num_kv_heads] float32
     out: torch.Tensor | None = None,  # [num_tokens, num_heads, head_dim]
     lse: torch.Tensor | None = None,  # [num_tokens, num_heads] float32, natural logarithm
+    _kernel: str | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k) v for rows cu_q[b] to cu_q[b + 1] of q over the seq_lens[b] keys of sequence b in the cache.
 
@@ -44,6 +47,6 @@ def paged_prefill(
         v_cache = v_cache.view(torch.uint8)
     native().paged_prefill(
         out, q, k_cache, v_cache, block_table, cu_q, seq_lens, max_q_len,
-        scale, causal, window, softcap, sinks, k_scale, v_scale, lse,
+        scale, causal, window, softcap, sinks, k_scale, v_scale, lse, _KERNELS[_kernel],
     )  # fmt: skip
     return out
