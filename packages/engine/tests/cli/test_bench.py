@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from collections.abc import Iterator
@@ -20,6 +21,13 @@ from lamella.engine.testing.server_thread import ServerThread, serve
 
 SMALL = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
 
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+"""An extra: without it the figures are tested all the same."""
+
+
+def plot_into(file: Path) -> tuple[str, ...]:
+    return ("--plot", str(file)) if HAS_MATPLOTLIB else ()
+
 
 def rows_of(file: Path) -> dict[str, dict[str, Any]]:
     data = json.loads(file.read_text())
@@ -29,7 +37,7 @@ def rows_of(file: Path) -> dict[str, dict[str, Any]]:
 
 def test_throughput_counts_every_token(smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--num-prompts", "5", "--input-len", "8", "--output-len", "6", *SMALL)
-    files = ("--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.html"))
+    files = ("--json", str(tmp_path / "t.json"), *plot_into(tmp_path / "t.html"))
     assert main(["bench", "throughput", str(smollm2_path), *words, *files]) == 0
     rows = rows_of(tmp_path / "t.json")
     elapsed = rows["elapsed"]["value"]
@@ -38,7 +46,21 @@ def test_throughput_counts_every_token(smollm2_path: Path, tmp_path: Path, capsy
     assert rows["all tokens"]["value"] * elapsed == pytest.approx(5 * (8 + 6))
     table = capsys.readouterr().out
     assert [line.split("  ")[0] for line in table.splitlines()[1:]] == list(rows)
-    assert "<svg" in (tmp_path / "t.html").read_text()
+    if HAS_MATPLOTLIB:
+        assert "<svg" in (tmp_path / "t.html").read_text()
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)
+    )
+    assert main(["bench", "throughput", tiny, "--plot", str(tmp_path / "t.png")]) == 1
+    said = capsys.readouterr()
+    assert "pip install 'lamella-engine[plot]'" in said.err
+    assert not said.out
 
 
 def test_throughput_varies_lengths_when_asked(tiny: str, tmp_path: Path) -> None:
@@ -73,7 +95,7 @@ def test_load_on_a_server(core: ScriptedCore, server: ServerThread, tmp_path: Pa
     core.step_s = 0.001
     core.script = lambda request, index: list(b"letters")  # text in each step
     words = ("--num-prompts", "12", "--max-concurrency", "3", "--input-len", "5", "--output-len", "7")
-    files = ("--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png"))
+    files = ("--json", str(tmp_path / "s.json"), *plot_into(tmp_path / "s.png"))
     assert bench_serve(server, *words, *files, *(() if stream else ("--no-stream",))) == 0
     assert len(core.seen) == 12
     assert {(len(r.prompt_ids), r.max_tokens, r.params.ignore_eos, r.params.temperature) for r in core.seen} == {
@@ -89,7 +111,8 @@ def test_load_on_a_server(core: ScriptedCore, server: ServerThread, tmp_path: Pa
         assert 0 < rows["ttft median"]["value"] < rows["e2el median"]["value"]
         assert 0.5 < rows["tpot median"]["value"] < 50
     assert rows["e2el median"]["value"] <= rows["e2el p99"]["value"]
-    assert (tmp_path / "s.png").stat().st_size > 1000
+    if HAS_MATPLOTLIB:
+        assert (tmp_path / "s.png").stat().st_size > 1000
 
 
 def test_the_same_seed_is_the_same_load(core: ScriptedCore, server: ServerThread) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 
 from lamella.engine.config.flags import Parser, output_file
 from lamella.engine.errors import StartError
@@ -29,6 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rest.required = False  # else it is named as missing together with the first
 
 
+def plot_file(text: str) -> str:
+    """An argparse type: a file to draw into. Without matplotlib it is refused here, before anything is measured."""
+    path: str = output_file(".png", ".svg", ".pdf", ".html")(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install 'lamella-engine[plot]'")
+    return path
+
+
 def run(args: argparse.Namespace) -> int:
     if args.what not in WHAT:
         raise StartError(f"bench knows {', '.join(WHAT)}; got {args.what!r}")
@@ -40,6 +49,5 @@ def run(args: argparse.Namespace) -> int:
     )
     bench.add_arguments(parser)
     parser.add_argument("--json", type=output_file(), metavar="FILE", help="write the rows as JSON")
-    plot = output_file(".png", ".svg", ".pdf", ".html")
-    parser.add_argument("--plot", type=plot, metavar="FILE", help="draw into a .png, .svg, .pdf or .html file")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw into a .png, .svg, .pdf or .html file")
     return int(bench.run(parser.parse_args(args.rest)))
