@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lamella.engine.config.flags import Parser, add_flags, number, options_from, output_file
+from lamella.engine.config.flags import Parser, add_flags, misspelt_variables, number, options_from, output_file
 from lamella.engine.config.schema import (
     REMOVED,
     EngineOptions,
@@ -72,6 +72,14 @@ def test_every_flag_is_explained() -> None:
     text = parser.format_help()
     assert "--kv-cache-memory SIZE" in text
     assert "(default: 64)" in text
+
+
+def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LAMELLA_THRAEDS", "LAMELLA_THREADS", "LAMELLA_CACHE", "LAMELLA_PORT", "LAMELLA_CMAKE_DIR"):
+        monkeypatch.setenv(name, "1")
+    (line,) = misspelt_variables()
+    assert "LAMELLA_THRAEDS is no option" in line
+    assert "did you mean 'LAMELLA_THREADS'" in line
 
 
 def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

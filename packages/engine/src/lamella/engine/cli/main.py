@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lamella.engine.config.flags import Parser
+from lamella.engine.config.flags import Parser, misspelt_variables
 from lamella.engine.errors import EngineError, StartError
 
 COMMANDS = {
@@ -89,6 +89,8 @@ def _dispatch(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(sub)
+    for line in misspelt_variables():
+        print(f"lamella: {line}", file=sys.stderr)
     return int(command.run(sub.parse_args(words[len(before) :])))
 
 

@@ -12,6 +12,11 @@ def option_from_environment(name: str) -> str | None:
     return os.environ.get("LAMELLA_" + name.upper())
 
 
+def names_in_environment() -> list[str]:
+    """Names of all variables that begin with LAMELLA_, sorted."""
+    return sorted(name for name in os.environ if name.startswith("LAMELLA_"))
+
+
 def cache_dir() -> Path:
     """Folder for pulled models: LAMELLA_CACHE, else the platform's user cache folder."""
     override = os.environ.get("LAMELLA_CACHE")

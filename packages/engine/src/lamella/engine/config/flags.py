@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from lamella.engine.config.env import option_from_environment
-from lamella.engine.config.schema import REMOVED, EngineOptions, flag, format_size, nearest, parse_size
+from lamella.engine.config.env import names_in_environment, option_from_environment
+from lamella.engine.config.schema import REMOVED, EngineOptions, ServeOptions, flag, format_size, nearest, parse_size
 from lamella.engine.errors import StartError
 
 T = TypeVar("T")
@@ -96,6 +96,17 @@ def _about_environment(parser: argparse.ArgumentParser) -> str:
         f"Options under {', '.join(map(str, titles))} can also be given\n"
         "as environment variables: LAMELLA_MAX_NUM_SEQS=8 stands for --max-num-seqs 8. A flag wins."
     )
+
+
+def misspelt_variables() -> list[str]:
+    """One line for each LAMELLA_ variable that is nothing's name but is close to an option's."""
+    fields = (*dataclasses.fields(EngineOptions), *dataclasses.fields(ServeOptions))
+    known = {f"LAMELLA_{field.name.upper()}" for field in fields} | {"LAMELLA_CACHE"}
+    lines = []
+    for name in names_in_environment():
+        if name not in known and (guess := nearest(name, known)):
+            lines.append(f"the environment variable {name} is no option and has no effect{guess}")
+    return lines
 
 
 _METAVARS = {"int": "N", "float": "X", "size": "SIZE", "json": "JSON"}
