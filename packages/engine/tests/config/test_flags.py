@@ -79,7 +79,7 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     (line,) = misspelt_variables()
     assert "LAMELLA_THRAEDS is no option" in line
-    assert "did you mean 'LAMELLA_THREADS'" in line
+    assert "did you mean 'THREADS'" in line
 
 
 def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ def option_from_environment(name: str) -> str | None:
 
 
 def names_in_environment() -> list[str]:
-    """Names of all variables that begin with LAMELLA_, sorted."""
-    return sorted(name for name in os.environ if name.startswith("LAMELLA_"))
+    """What follows LAMELLA_ in the names of all variables that begin so, sorted."""
+    return sorted(name[len("LAMELLA_") :] for name in os.environ if name.startswith("LAMELLA_"))
 
 
 def cache_dir() -> Path:

@@ -101,12 +101,12 @@ def _about_environment(parser: argparse.ArgumentParser) -> str:
 def misspelt_variables() -> list[str]:
     """One line for each LAMELLA_ variable that is nothing's name but is close to an option's."""
     fields = (*dataclasses.fields(EngineOptions), *dataclasses.fields(ServeOptions))
-    known = {f"LAMELLA_{field.name.upper()}" for field in fields} | {"LAMELLA_CACHE"}
-    lines = []
-    for name in names_in_environment():
-        if name not in known and (guess := nearest(name, known)):
-            lines.append(f"the environment variable {name} is no option and has no effect{guess}")
-    return lines
+    known = {field.name.upper() for field in fields} | {"CACHE"}
+    return [
+        f"the environment variable LAMELLA_{name} is no option and has no effect{guess}"
+        for name in names_in_environment()
+        if name not in known and (guess := nearest(name, known))
+    ]
 
 
 _METAVARS = {"int": "N", "float": "X", "size": "SIZE", "json": "JSON"}
