@@ -8,6 +8,7 @@ own. A broken invariant, or a worker that died, is raised out of run_once: the c
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +18,23 @@ from typing import Any
 from lamella.engine.errors import CapacityError, EngineDeadError, EngineError, RequestError
 from lamella.engine.executor.protocol import Alone, Executor, Rendezvous
 from lamella.engine.request import Delta, Request
-from lamella.engine.scheduler.config import PolicyName, SchedulerConfig
+from lamella.engine.scheduler.config import PolicyName, SchedulerConfig, no_patience
 from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.limits import check_request
 from lamella.engine.scheduler.scheduler import Scheduler
-from lamella.engine.wire import Batch, CoreInfo, Stats, parse_sequence_id
-from lamella.kvtier import Group, KvTierError, Layout, TierManager
+from lamella.engine.wire import Batch, CoreInfo, Stats, TierFigures, parse_sequence_id
+from lamella.kvtier import Group, KvTierError, Layout, TierEvent, TierManager, TierPlan
 from lamella.runner_v2.errors import RunnerError
 from lamella.runner_v2.step import KvLayout, RankReport
+
+log = logging.getLogger("lamella.core")
+
+SETTLE_S = 2.0
+"""What a core that is closed waits for copies that are under way."""
+FIGURES_S = 0.25
+"""The figures of the tiers in Stats are no older."""
+COPY_WAIT_S = 0.005
+"""A round in which nothing can be computed waits no longer for a copy: requests come in between rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +53,10 @@ class CoreOptions:
     prefix_caching: bool = True
     model: str = ""
     """Identity of the weights, for the fingerprint of the cache."""
+    tiers: TierPlan | None = None
+    """What lies below the device; None: nothing, and the executor needs no mover."""
+    patience: Callable[[int], float] = no_patience
+    """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
     report: dict[str, Any] = field(default_factory=dict)
     """Goes into CoreInfo as it is."""
 
@@ -69,7 +83,8 @@ class EngineCore:
         layout = KvLayout(options.num_blocks)
         executor.allocate(layout)
         self._executor = executor
-        self._manager = TierManager(tier_layout(report, layout, options.model))
+        self._manager = TierManager(tier_layout(report, layout, options.model), tiers=options.tiers)
+        self._moves = options.tiers is not None
         try:
             max_chunk_len = self._manager.max_chunk_len(options.max_model_len + report.lookahead) - report.lookahead
         except KvTierError as error:
@@ -84,6 +99,7 @@ class EngineCore:
             prefix_caching=options.prefix_caching,
             max_num_drafts=options.max_num_drafts,
             lookahead=report.lookahead,
+            patience=options.patience,
         )
         self._scheduler = Scheduler(
             self._config,
@@ -102,6 +118,8 @@ class EngineCore:
         self._told = (False, 0, 0)
         """has_work, sequences that run and that wait, as of the last batch."""
         self._num_in_flight = 0
+        self._figures: dict[str, TierFigures] = {}
+        self._figures_s = float("-inf")
         self._schedule_s = 0.0
         self.closed = False
         self.info = CoreInfo(
@@ -118,7 +136,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A request has not ended, a step is in flight, or something still has to be told."""
-        return bool(self._inbox or self._untold or self._scheduler.has_work)
+        return bool(self._inbox or self._untold or self._scheduler.has_work or self._manager.busy)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next round.
@@ -151,15 +169,21 @@ class EngineCore:
 
         Without deltas there is a batch for its stats if sequences came, began or went; else None.
         """
+        if self._moves and not self._num_in_flight:
+            self._untold += self._take_results(0.0)
         started = self._clock()
         self._drain_inbox()
         while self._num_in_flight < self._executor.depth and (step := self._scheduler.plan()) is not None:
             common = self._agree(step.common)
             self._schedule_s += self._clock() - started
+            if self._moves:
+                self._move()  # before the step: what it reads of the host tier is on its way when it starts
             self._executor.submit(step if common is step.common else step._replace(common=common))
             self._num_in_flight += 1
             started = self._clock()
         self._schedule_s += self._clock() - started
+        if self._moves:
+            self._move()
         batch = self._batch(self._take_results())
         assert self.has_work or self._manager.in_use == 0.0, "an idle core holds blocks"
         return batch
@@ -184,6 +208,12 @@ class EngineCore:
         """Counters and gauges."""
         stats = self._scheduler.snapshot()
         stats.schedule_seconds = self._schedule_s
+        if self._moves:
+            now_s = self._clock()
+            if now_s - self._figures_s >= FIGURES_S:
+                self._figures_s = now_s
+                self._figures = tier_figures(self._manager)
+            stats.tiers = self._figures
         return stats
 
     def check(self) -> None:
@@ -191,11 +221,22 @@ class EngineCore:
         self._manager.check()
 
     def close(self) -> None:
-        """Free the devices. Requests that still run are lost."""
+        """Free the devices. Requests that still run are lost; blocks on their way to a slower tier get SETTLE_S."""
+        if not self.closed and self._moves and not self._num_in_flight:
+            self._settle()
         self.closed = True
         self._executor.close()
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait for copies; what is lost of them is a miss next time."""
+        deadline_s = self._clock() + SETTLE_S
+        try:
+            while self._manager.busy and self._clock() < deadline_s:
+                self._take_results()
+        except EngineDeadError:
+            log.warning("the worker died before the last blocks were copied")
 
     def _drain_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
@@ -206,21 +247,39 @@ class EngineCore:
             else:
                 self._scheduler.abort(*entry)
 
-    def _take_results(self) -> list[Delta]:
-        """Wait for the oldest step in flight, if any, and commit what has ended."""
-        if not self._num_in_flight:
+    def _move(self) -> None:
+        """Hand over the copies that the books ask for."""
+        jobs = self._manager.take_jobs()
+        if jobs:
+            self._executor.copy(jobs)
+
+    def _take_results(self, patience_s: float = COPY_WAIT_S) -> list[Delta]:
+        """Wait for the oldest step in flight, or up to patience_s for a copy if there is none but copies; commit what
+        has ended."""
+        if not self._num_in_flight and not self._moves:
             return []
-        events = self._executor.poll(None)
+        events = self._executor.poll(None if self._num_in_flight else patience_s if self._manager.busy else 0.0)
         if events.died is not None:
             raise EngineDeadError(f"worker {events.died.rank} died: {events.died.reason}")
-        assert not events.tickets, "a ticket without a copy"
         started = self._clock()
+        if events.tickets:
+            self._take_tickets(events.tickets)
         deltas: list[Delta] = []
         for output in events.outputs:
             self._num_in_flight -= 1
             deltas += self._scheduler.commit(output)
         self._schedule_s += self._clock() - started
         return deltas
+
+    def _take_tickets(self, events: Sequence[TierEvent]) -> None:
+        """Before the outputs of steps that waited for these copies: where one failed, they are not true."""
+        manager = self._manager
+        for event in events:
+            manager.complete(event)
+        suspects = manager.take_poisoned()
+        if suspects:
+            self._scheduler.books.distrust(suspects)
+        self._move()  # what a copy that ended makes possible
 
     def _batch(self, deltas: list[Delta]) -> Batch | None:
         if self._untold:
@@ -233,6 +292,15 @@ class EngineCore:
             return None
         self._told = counts
         return Batch(deltas, self.stats())
+
+
+def tier_figures(manager: TierManager) -> dict[str, TierFigures]:
+    """What the manager counts of each tier, as it crosses the process border."""
+    names = TierFigures.__struct_fields__
+    return {
+        tier: TierFigures(**{name: getattr(stats, name) for name in names})
+        for tier, stats in manager.tier_stats().items()
+    }
 
 
 def kv_tokens(report: RankReport, layout: KvLayout) -> int:

@@ -54,6 +54,10 @@ class Generation:
         ]
         self.times = [SequenceTimes() for _ in self.outputs]
         self.cached_len = 0
+        self.restored_len = 0
+        """Of these, what a tier below the device gave."""
+        self.restore_s = 0.0
+        """Time that it waited for them."""
         self.errors: list[str] = []
         """Why sequences failed, as the core told it."""
         self._prompt_logprobs: list[Logprob | None] | None = None
@@ -98,6 +102,8 @@ class Generation:
     def _first(self, delta: Delta, times: SequenceTimes) -> None:
         """What only the first delta of a sequence carries."""
         self.cached_len = max(self.cached_len, delta.cached_len)
+        self.restored_len = max(self.restored_len, delta.restored_len)
+        self.restore_s = max(self.restore_s, delta.restore_s)
         if delta.queued_s or delta.prefill_s:
             times.queued_s, times.prefill_s = delta.queued_s, delta.prefill_s
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:

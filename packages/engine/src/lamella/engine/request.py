@@ -221,3 +221,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     """Seconds from the first step to the first token; with the first delta."""
     error_status: int = 500
     """What an HTTP client sees of the error: 400 if the request itself is to blame, 503 if it came at a bad time."""
+    restored_len: int = 0
+    """Prompt tokens among cached_len that came from a tier below the device; with the first delta."""
+    restore_s: float = 0.0
+    """Seconds that the request waited for them before it was admitted; with the first delta."""

@@ -30,6 +30,9 @@ NO_STEP: Final = -1
 class State(Enum):
     """Where a sequence is.
 
+    LOADING ─────────────────┐         a lower tier brings part of its prompt
+       ▲ │                   │
+       │ ▼                   ▼
     WAITING ──▶ RUNNING ──▶ FINISHED
        ▲         │   │          ▲
        └─────────┘   ▼          │
@@ -38,6 +41,8 @@ class State(Enum):
 
     WAITING = "waiting"
     """Holds nothing."""
+    LOADING = "loading"
+    """Holds slots of the host tier that are being filled, and is in no queue."""
     RUNNING = "running"
     """Holds blocks and a device row."""
     DRAINING = "draining"
@@ -47,7 +52,8 @@ class State(Enum):
 
 
 _NEXT: Final = {
-    State.WAITING: (State.RUNNING, State.FINISHED),
+    State.WAITING: (State.RUNNING, State.LOADING, State.FINISHED),
+    State.LOADING: (State.WAITING, State.FINISHED),
     State.RUNNING: (State.WAITING, State.DRAINING, State.FINISHED),
     State.DRAINING: (State.WAITING, State.FINISHED),
     State.FINISHED: (),
@@ -94,6 +100,8 @@ class Sequence:
         "index",
         "key",
         "last_step",
+        "load_from_s",
+        "load_s",
         "max_len",
         "num_logprobs",
         "params",
@@ -101,6 +109,7 @@ class Sequence:
         "prompt_len",
         "reach",
         "request_id",
+        "restored_len",
         "room",
         "row",
         "seal_at",
@@ -108,6 +117,8 @@ class Sequence:
         "started",
         "state",
         "stops",
+        "suspect",
+        "tiers_asked",
     )
 
     def __init__(
@@ -154,7 +165,17 @@ class Sequence:
         """Started, and a delta is nothing but ids."""
         self.cached_len = 0
         """Prompt tokens that the prefix cache gave at the first admission."""
+        self.restored_len = 0
+        """Those of them that came from a tier below the device."""
         self.first_step_s: float | None = None
+        self.tiers_asked = False
+        """Whether the tiers below the host were asked for its prefix since it last began to wait."""
+        self.load_from_s = 0.0
+        """When it began to load, by the core's clock."""
+        self.load_s = 0.0
+        """Time it spent LOADING."""
+        self.suspect = False
+        """It reads a block whose copy from the host failed: what steps in flight say of it is not true."""
 
     @property
     def committed_len(self) -> int:
@@ -184,6 +205,7 @@ class Sequence:
         self.row = NO_ROW
         self.computed_len = self.reach = self.room = 0
         self.drafts = self.held_drafts = 0
+        self.tiers_asked = self.suspect = False
 
 
 def make_chain(request: Request, block_size: int) -> KeyChain:

@@ -55,6 +55,37 @@ class CoreInfo(msgspec.Struct, array_like=True):
     """What `inspect` shows: resolved options with reasons, op table, groups, memory plan."""
 
 
+class TierFigures(msgspec.Struct, array_like=True, gc=False):
+    """One tier of the KV cache below the device: counters since start, gauges where said."""
+
+    num_blocks: int = 0
+    """Gauge, as are capacity and queue_depth."""
+    capacity: int = 0
+    """In blocks; 0: not known, or no limit."""
+    queue_depth: int = 0
+    lookups: int = 0
+    """Prompts looked up."""
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    """Prompt tokens found there and in no faster tier."""
+    partial_hits: int = 0
+    """Lookups of which less was brought than was found."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evictions: int = 0
+    refused: dict[str, int] = {}
+    """Blocks not taken in, by reason."""
+    failures: dict[str, int] = {}
+    """Copies that failed, by kind."""
+    loads: int = 0
+    load_seconds: float = 0.0
+    prefill_tokens_saved: int = 0
+    seconds_saved: float = 0.0
+    """Of prefill, as measured at start."""
+    seconds_spent: float = 0.0
+    """That requests waited for loads, and copies kept a step waiting."""
+
+
 class Stats(msgspec.Struct, array_like=True, gc=False):
     """Gauges and counters of the core, sent with each batch of deltas (counters are totals since start)."""
 
@@ -81,6 +112,10 @@ class Stats(msgspec.Struct, array_like=True, gc=False):
     """Tokens that the steps ran through the model: chunks, decoding rows, drafts."""
     computed_prompt_tokens: int = 0
     """Those of prompts: no cached ones; after a preemption they count again."""
+    tiers: dict[str, TierFigures] = {}
+    """By the tier's name: host, disk, or an external manager's; empty without tiers."""
+    late_loads: int = 0
+    """Sequences that went on without what a tier did not bring in time."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -73,6 +73,9 @@ class Speculator(Protocol):
 class KvMover(Protocol):
     """Moves KV blocks between this rank's device and the host tier."""
 
+    def bind(self, layers: Sequence[Sequence[int]], caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """The memory to move: layer indices of each group, and each layer's tensors [num_blocks, ...]."""
+
     def before_step(self, step_id: int) -> None: ...
     def wait_layer(self, layer_idx: int) -> None: ...
     def after_step(self, step_id: int) -> None: ...

@@ -161,6 +161,8 @@ class ModelRunner:
         self._caches = ()
         self._kv_arena.release()
         self._caches = allocate_caches(self._assembly.groups, layout, self._assembly.backend.limits, self._kv_arena)
+        if self._mover is not None:
+            self._mover.bind([group.layers for group in self._assembly.groups], [tuple(c) for c in self._caches])
 
     @torch.inference_mode()
     def execute(self, step: Step, masks: Sequence[Mask] = ()) -> StepOutput:

@@ -7,7 +7,7 @@ import io
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,20 @@ def plot_bars(path: str | Path, title: str, rows: Sequence[Row]) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="ratio")
+    _save(figure, path, title)
+
+
+def plot_columns(
+    path: str | Path, title: str, places: Sequence[str], series: Mapping[str, Sequence[float]], *, y_label: str
+) -> None:
+    """Draw columns side by side: at each place one of each series."""
+    figure, axes = _figure()
+    width = 0.8 / max(1, len(series))
+    for n, (name, values) in enumerate(series.items()):
+        axes.bar([i + n * width for i in range(len(places))], list(values), width=width, label=name)
+    axes.set_xticks([i + width * (len(series) - 1) / 2 for i in range(len(places))], labels=list(places))
+    axes.set(title=title, ylabel=y_label)
+    axes.legend()
     _save(figure, path, title)
 
 

@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tupl
         if meta["kind"] == "bool":
             group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
             continue
-        if meta["kind"] == "list":
+        if meta["kind"] in ("list", "texts"):
             keywords.update(action="append", metavar=meta["metavar"] or field.name.upper().split("_")[-1])
         else:
             keywords["type"] = _converter(meta["kind"])
@@ -182,6 +182,8 @@ def convert_text(kind: str, text: str) -> Any:
             return parse_size(text)
         if kind == "bool":
             return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[text.lower()]
+        if kind == "texts":
+            return [text]
         if kind == "list":
             return [part for part in text.split(",") if part]
         if kind == "json":

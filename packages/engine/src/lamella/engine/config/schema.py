@@ -22,9 +22,11 @@ def option(
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Any:
-    """A field with what is needed to derive a flag. kind: str, int, float, bool, size, json, list."""
+    """A field with what is needed to derive a flag. kind: str, int, float, bool, size, json; list: the
+    flag may be repeated and a variable's text holds several, between commas; texts: the same, but a variable's text is
+    one, commas and all."""
     meta = {"help": help, "group": group, "kind": kind, "choices": choices, "metavar": metavar}
-    if kind == "list":
+    if kind in ("list", "texts"):
         return dataclasses.field(default_factory=list, metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
 
@@ -84,6 +86,13 @@ class EngineOptions:
     block_size: int = option(16, group="memory", kind="int", help="tokens per KV block, a power of two")
     enable_prefix_caching: bool = option(
         True, group="memory", kind="bool", help="reuse the KV blocks of equal prompt prefixes"
+    )
+    kv_tier: list[str] = option(
+        group="memory",
+        kind="texts",
+        metavar="TIERS",
+        help="where KV blocks go that leave the device, such as ram=4GiB,disk=/folder:100GiB, or "
+        "external=package.module:Class,{json} (may be repeated; default: nowhere, they are computed again)",
     )
     max_num_seqs: int = option(64, group="scheduling", kind="int", help="most sequences in one step")
     max_num_batched_tokens: int | None = option(
@@ -232,10 +241,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
     "json": dict,
     "list": list,
+    "texts": list,
 }
 
 
-_SHOWN_TYPES = {"size": "int", "json": "dict"}
+_SHOWN_TYPES = {"size": "int", "json": "dict", "texts": "list"}
 
 
 def _check_types(options: Any) -> None:
@@ -285,6 +295,8 @@ def engine_options(**keywords: Any) -> EngineOptions:
             raise StartError(f"unknown option {name!r}{nearest(name, known)}")
         if known[name].metadata["kind"] == "size" and isinstance(value, str):
             keywords[name] = parse_size(value)
+        if known[name].metadata["kind"] == "texts" and isinstance(value, str):
+            keywords[name] = [value]
     return EngineOptions(**keywords)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lamella.engine.executor.protocol import Events, RankDied
-from lamella.kvtier import CopyJob, TicketResult
+from lamella.kvtier import Job, TicketResult, TierEvent
 from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput
 
 log = logging.getLogger("lamella.executor")
@@ -36,8 +36,9 @@ class Worker(Protocol):
 class BlockMover(Protocol):
     """Moves blocks between the tiers of the worker's node."""
 
-    def submit(self, jobs: Sequence[CopyJob]) -> None: ...
-    def poll(self) -> Sequence[TicketResult]: ...
+    def submit(self, jobs: Sequence[Job]) -> None: ...
+    def poll(self) -> Sequence[TierEvent]: ...
+    def wait(self, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -58,7 +59,7 @@ class InProcess:
         self._masked: dict[int, set[int]] = {}
         """step_id -> rows whose masks have come."""
         self._outputs: deque[StepOutput] = deque()
-        self._tickets: list[TicketResult] = []
+        self._tickets: list[TierEvent] = []
         self._num_in_flight = 0
         self._died: RankDied | None = None
         self._thread = StepThread(worker.step) if threaded else None
@@ -84,7 +85,7 @@ class InProcess:
         self._masked.setdefault(step_id, set()).update(mask.row for mask in masks)
         self._start_ready()
 
-    def copy(self, jobs: Sequence[CopyJob]) -> None:
+    def copy(self, jobs: Sequence[Job]) -> None:
         """Hand jobs to the mover; without one they fail, which is a miss and never wrong data."""
         if self._mover is None:
             self._tickets += [TicketResult(job.ticket, False, "there is no tier beside the device") for job in jobs]
@@ -97,7 +98,7 @@ class InProcess:
         return [self._worker.call(method, **args)]
 
     def poll(self, timeout_s: float | None) -> Events:
-        """Outputs of steps that have ended, in order; waits for one if steps are running.
+        """Outputs of steps that have ended, in order; waits for one if steps are running, else for a copy.
 
         Without a thread one output at a time, as from a device that is still at work on the step behind it.
         """
@@ -112,6 +113,8 @@ class InProcess:
         tickets = self._tickets
         self._tickets = []
         if self._mover is not None:
+            if timeout_s and not outputs and not tickets and not self._num_in_flight:
+                self._mover.wait(timeout_s)
             tickets += self._mover.poll()
         return Events(outputs, tickets, self._died)
 

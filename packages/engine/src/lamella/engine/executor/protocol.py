@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from lamella.kvtier import CopyJob, TicketResult
+from lamella.kvtier import Job, TierEvent
 from lamella.runner_v2.step import Common, KvLayout, Mask, RankReport, Step, StepOutput
 
 
@@ -27,7 +27,9 @@ class Events(NamedTuple):
 
     outputs: Sequence[StepOutput] = ()
     """In the order of submit."""
-    tickets: Sequence[TicketResult] = ()
+    tickets: Sequence[TierEvent] = ()
+    """How copies ended, and what else the tiers tell. Those of copies that a step waited for come no later than its
+    output."""
     died: RankDied | None = None
 
 
@@ -49,8 +51,9 @@ class Executor(Protocol):
     def provide(self, step_id: int, masks: Sequence[Mask]) -> None:
         """Masks for rows of a submitted step; only its sampling waits for them."""
 
-    def copy(self, jobs: Sequence[CopyJob]) -> None:
-        """Start copies of blocks between tiers; each ends in one ticket."""
+    def copy(self, jobs: Sequence[Job]) -> None:
+        """Start copies of blocks between tiers; each ends in one ticket. Steps submitted later wait for those that
+        write device blocks."""
 
     def call(self, method: str, args: Mapping[str, Any]) -> list[Any]:
         """An operation on every rank; no step may be in flight. One answer per rank."""

@@ -31,6 +31,7 @@ REQUEST_S = (
     *(1920.0, 7680.0),
 )
 HTTP_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
+RESTORE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEP_TOKENS = tuple(float(1 << i) for i in range(15))
 SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
@@ -76,12 +77,14 @@ class ServerCounters:
         self.prefill_s = Histogram(REQUEST_S)
         self.decode_s = Histogram(REQUEST_S)
         self.inference_s = Histogram(REQUEST_S)
+        self.restore_s = Histogram(RESTORE_S)
         self.prompt_tokens = Histogram(lengths)
         self.generation_tokens = Histogram(lengths)
         self.max_tokens = Histogram(lengths)
         self.num_sequences = Histogram(SEQUENCES)
         self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self.cached_prompt_tokens = 0
+        self.restored_prompt_tokens = 0
         self.rejected = 0
         self.http: dict[tuple[str, str, int], int] = {}
         """(handler, method, status) -> answers."""
@@ -119,6 +122,9 @@ class ServerCounters:
             self.prompt_tokens.observe(len(generation.request.prompt_ids))
             self.num_sequences.observe(len(generation.outputs))
             self.cached_prompt_tokens += generation.cached_len
+            if generation.restored_len:
+                self.restored_prompt_tokens += generation.restored_len
+                self.restore_s.observe(generation.restore_s)
 
     def on_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Books of one HTTP answer."""

@@ -20,6 +20,9 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
                 request_decode_time_seconds, request_inference_time_seconds
                 request_prompt_tokens, request_generation_tokens, request_params_n, request_params_max_tokens
                 iteration_tokens_total                            tokens that a step computed, drafts included
+    tiers       kv_tier_*{tier}                               one family per field of wire.TierFigures; only with tiers
+                kv_restore_seconds                                time that a request waited for what a tier gave it
+                kv_late_loads, prompt_tokens_restored
     HTTP        http_requests{handler, method, status}, http_request_duration_seconds{handler}
 """
 
@@ -32,10 +35,34 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from lamella.engine.metrics.counters import Histogram, ServerCounters
-from lamella.engine.wire import CoreInfo
+from lamella.engine.wire import CoreInfo, Stats
 
 PREFIX = "lamella:"
 LABELS = ("model_name", "engine")
+
+TIER_GAUGES = {
+    "num_blocks": "Blocks that a tier of the KV cache holds",
+    "capacity": "Blocks that it can hold; 0: not known",
+    "queue_depth": "Copies to and from it that have not ended",
+}
+TIER_COUNTERS = {
+    "lookups": "Prompts looked up in it",
+    "queried_tokens": "Prompt tokens looked up in it",
+    "hit_tokens": "Prompt tokens found in it and in no faster tier",
+    "partial_hits": "Lookups of which less was brought than found",
+    "bytes_in": "Bytes written to it",
+    "bytes_out": "Bytes read from it",
+    "evictions": "Blocks evicted from it",
+    "loads": "Blocks loaded from it",
+    "load_seconds": "Time of these copies",
+    "prefill_tokens_saved": "Prompt tokens that it gave",
+    "seconds_saved": "Prefill time that they would have taken",
+    "seconds_spent": "Time that requests and steps waited for it",
+}
+TIER_REASONS = (
+    ("refused", "reason", "Blocks that it did not take in"),
+    ("failures", "kind", "Copies that failed"),
+)
 
 
 class Exporter:
@@ -109,7 +136,33 @@ class _EngineCollector:
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
             _fill(family, self._values, histogram)
             yield family
+        if stats.tiers:
+            yield from self._tiers(stats)
         yield from self._http()
+
+    def _tiers(self, stats: Stats) -> Iterator[Metric]:
+        for name, text in TIER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=(*LABELS, "tier"))
+            for tier, figures in stats.tiers.items():
+                gauge.add_metric((*self._values, tier), getattr(figures, name))
+            yield gauge
+        for name, text in TIER_COUNTERS.items():
+            counter = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=(*LABELS, "tier"))
+            for tier, figures in stats.tiers.items():
+                counter.add_metric((*self._values, tier), getattr(figures, name))
+            yield counter
+        for name, label, text in TIER_REASONS:
+            counter = CounterMetricFamily(f"{PREFIX}kv_tier_{name}", text, labels=(*LABELS, "tier", label))
+            for tier, figures in stats.tiers.items():
+                for reason, count in getattr(figures, name).items():
+                    counter.add_metric((*self._values, tier, reason), count)
+            yield counter
+        counters = self._counters
+        yield self._counter("kv_late_loads", "Sequences that went on without a late load", stats.late_loads)
+        yield self._counter("prompt_tokens_restored", "Prompt tokens from tiers", counters.restored_prompt_tokens)
+        family = HistogramMetricFamily(PREFIX + "kv_restore_seconds", "Wait for what a tier gave", labels=LABELS)
+        _fill(family, self._values, counters.restore_s)
+        yield family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)

@@ -1,5 +1,8 @@
 """Where every sequence is: the state that planning and committing share.
 
+                         loading                              a lower tier brings part of the prompt
+                           ▲ │
+                           │ ▼
     request ─▶ parked ─▶ waiting ─▶ prefilling ─▶ decoding ─▶ gone
                             ▲            │            │
                             └── draining ◀────────────┘       preempted or aborted with steps in flight
@@ -12,12 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import msgspec
 
 from lamella.engine.request import Delta, FinishReason, Request
 from lamella.engine.scheduler.config import SchedulerConfig
+from lamella.engine.scheduler.loading import Loading
 from lamella.engine.scheduler.policy import POLICIES
 from lamella.engine.scheduler.queues import WaitingQueue
 from lamella.engine.scheduler.rows import Rows
@@ -52,6 +57,7 @@ class Books:
         self.policy = POLICIES[config.policy]
         self.rows = Rows(config.max_num_seqs)
         self.waiting = WaitingQueue()
+        self.loading = Loading(manager, clock, config.patience)
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.draining: list[Sequence] = []
@@ -70,8 +76,8 @@ class Books:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row, parked ones included."""
-        return len(self.waiting) + self._num_parked
+        """Sequences that wait for a row, parked and loading ones included."""
+        return len(self.waiting) + len(self.loading) + self._num_parked
 
     @property
     def num_running(self) -> int:
@@ -99,10 +105,10 @@ class Books:
         if shares or siblings.prompt_entries is not None:
             siblings.parked = siblings.sequences[1:]
             self._num_parked += len(siblings.parked)
-            self.waiting.push(siblings.sequences[0])
+            self._queue(siblings.sequences[0])
         else:
             for sequence in siblings.sequences:
-                self.waiting.push(sequence)
+                self._queue(sequence)
 
     def unpark(self, siblings: Siblings) -> None:
         """The prompt is computed: the other sequences can take its blocks from the cache."""
@@ -112,6 +118,11 @@ class Books:
         self._num_parked -= len(siblings.parked)
         siblings.parked.clear()
 
+    def take_loaded(self) -> None:
+        """Who has been brought what a tier could bring, or has waited too long for it, waits for a row."""
+        for sequence in self.loading.take_ended():
+            self.waiting.push(sequence)
+
     # ---- leaving ---------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, *, discard: bool = False) -> None:
@@ -120,7 +131,9 @@ class Books:
         discard: its KV is suspect, nobody may hit it.
         """
         sequence.ghost = True
-        if sequence.state is State.WAITING:
+        if sequence.state is State.LOADING:
+            self.loading.abandon(sequence)
+        elif sequence.state is State.WAITING:
             self._finish_waiting(sequence)
         else:
             self._vacate(sequence, State.FINISHED, discard)
@@ -129,7 +142,7 @@ class Books:
     def requeue(self, sequence: Sequence) -> None:
         """Preempted: blocks and row are free, ids stay, its turn comes again by its key. No step in flight has it."""
         assert sequence.last_step <= self.committed_step
-        self._vacate(sequence, State.WAITING, False)
+        self._vacate(sequence, State.WAITING, sequence.suspect)
         self.waiting.push(sequence)
 
     def drain(self, sequence: Sequence) -> None:
@@ -137,6 +150,20 @@ class Books:
         sequence.move_to(State.DRAINING)
         self.draining.append(sequence)
         self._unswept = True
+
+    def distrust(self, sequence_ids: Seq[int]) -> None:
+        """A copy from the host failed, and these sequences read its target: back to the queue with the ids they had,
+        and nobody hits what they have computed."""
+        doubted = set(sequence_ids)
+        for sequence in [*self.prefilling, *self.decoding, *self.draining]:
+            if sequence.id not in doubted or sequence.suspect:
+                continue
+            sequence.suspect = True
+            if sequence.state is State.RUNNING:
+                if sequence.last_step > self.committed_step:
+                    self.drain(sequence)
+                else:
+                    self.requeue(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """The client no longer wants it: no further delta, and its blocks are free once no step in flight has it."""
@@ -159,7 +186,7 @@ class Books:
             if sequence.last_step > self.committed_step:
                 still.append(sequence)
             elif sequence.ghost:
-                self._vacate(sequence, State.FINISHED, False)
+                self._vacate(sequence, State.FINISHED, sequence.suspect)
             else:
                 self.requeue(sequence)
         self.draining = still
@@ -182,6 +209,7 @@ class Books:
         unkept = self.config.max_num_drafts - len(acceptance.accepted_per_pos)
         return msgspec.structs.replace(
             stats,
+            late_loads=self.loading.num_late,
             spec_drafts=acceptance.num_drafts,
             spec_draft_tokens=acceptance.num_draft_tokens,
             spec_accepted_tokens=acceptance.num_accepted_tokens,
@@ -189,6 +217,11 @@ class Books:
         )
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Let it wait for a row; first for a tier below the host, if one holds part of its prompt and has room."""
+        if not self.loading.begin(sequence):
+            self.waiting.push(sequence)
 
     def _finish_waiting(self, sequence: Sequence) -> None:
         sequence.move_to(State.FINISHED)

@@ -63,7 +63,7 @@ class _Commit:
         for place, sequence in enumerate(step.sequences):
             count = num_tokens[place]
             start, end = end, end + count
-            if sequence.ghost:
+            if sequence.ghost or sequence.suspect:
                 continue
             assert generations[place] == sequence.generation, f"row {sequence.row} has another owner"
             if not sequence.plain or eventful or not count:
@@ -206,6 +206,8 @@ class _Commit:
         first_step_s = sequence.first_step_s
         assert first_step_s is not None
         delta.cached_len = sequence.cached_len
+        delta.restored_len = sequence.restored_len
+        delta.restore_s = sequence.load_s
         delta.queued_s = first_step_s - sequence.siblings.arrival_s
         delta.prefill_s = self._now - first_step_s
         delta.prompt_logprobs = sequence.siblings.prompt_entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,11 @@ from lamella.engine.errors import StartError
 from lamella.engine.scheduler.cost import FLAT, TokenCost
 
 PolicyName = Literal["fcfs", "priority"]
+
+
+def no_patience(num_tokens: int) -> float:
+    """Of an engine without tiers, where nothing is ever loaded."""
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,8 @@ class SchedulerConfig:
     """Most drafts of a row in one step; 0: no speculation."""
     lookahead: int = 0
     """Slots behind the planned tokens that a drafter may write."""
+    patience: Callable[[int], float] = no_patience
+    """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

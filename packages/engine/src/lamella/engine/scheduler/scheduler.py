@@ -82,6 +82,8 @@ class Scheduler:
         end it is left out until they have committed.
         """
         books, config = self.books, self._config
+        if books.loading:
+            books.take_loaded()
         books.sweep()
         step_id = self._next_step_id
         rows = [s for s in books.decoding if s.reach + 1 < s.max_len]
@@ -179,6 +181,9 @@ class Scheduler:
             head = books.waiting.head()
             if head is None:
                 break
+            if not head.tiers_asked and books.loading.begin(head):
+                books.waiting.leave(head)
+                continue
             entered = self._enter(head, batch.step_id, budget) if books.rows.num_free else None
             if entered is None:
                 displace(books, head)
@@ -215,6 +220,7 @@ class Scheduler:
         if sequence.first_step_s is None:
             sequence.first_step_s = books.clock()
             sequence.cached_len = acquired.cached_len
+            sequence.restored_len = acquired.loaded_len
             if sequence.chain is not None:
                 books.stats.prefix_queries += sequence.prompt_len
                 books.stats.prefix_hits += acquired.cached_len

@@ -83,6 +83,8 @@ class ScriptedCore:
     closed: bool = False
     _running: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
     _waiting: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
+    restored_len: int = 0
+    """Prompt tokens that a tier gave each request."""
     _stats: Stats = field(default_factory=Stats)
 
     @property
@@ -153,6 +155,7 @@ class ScriptedCore:
         if not sequence.started:
             sequence.started = True
             delta.cached_len = len(request.prompt_ids) // 2
+            delta.restored_len, delta.restore_s = self.restored_len, 0.003
             delta.queued_s, delta.prefill_s = 0.001, 0.002
             self._stats.prompt_tokens += len(request.prompt_ids)
             self._stats.computed_prompt_tokens += len(request.prompt_ids) - delta.cached_len
