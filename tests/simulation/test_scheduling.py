@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,9 @@ from lamella.engine.request import Delta, Logprob, Request, SamplingParams
 from lamella.engine.scheduler.config import PolicyName
 from lamella.engine.scheduler.cost import TokenCost
 from lamella.engine.sequence import State, row_params
+from lamella.engine.testing.fake_mover import FakeMover, Faults
 from lamella.engine.wire import sequence_id
+from lamella.kvtier import AdmissionPlan, CostModel, TierPlan
 from lamella.kvtier.testing.fake_clock import FakeClock
 from lamella.runner_v2.step import Step, TokenLogprobs, Work
 from lamella.runner_v2.testing.fake_runner import FakeModel, FakeRunner
@@ -54,10 +56,49 @@ class World:
     abort_rate: float
     reset_rate: float
     token_cost: TokenCost
+    tiers: TierPlan | None = None
+    faults: Faults = field(default_factory=Faults)
+    patience_s: float = 0.0
 
     @staticmethod
     def draw(rng: random.Random, scale: int) -> World:
-        """scale: 1 for small worlds."""
+        """scale: 1 for small worlds. A world without tiers does not depend on whether others have some."""
+        world = World._draw(rng, scale)
+        if rng.random() < 0.5:
+            return world
+        num_slots = rng.choice((1, 3, 8, 30 * scale))
+        admission = rng.choice(
+            (AdmissionPlan(), AdmissionPlan("reused", rng.choice((0, 2))), AdmissionPlan("all", 0, 0.5))
+        )
+        cost = CostModel()
+        if rng.random() < 0.3:
+            cost = CostModel({"disk": 50.0}, {}, rng.choice((0.1, 1.0, 10.0)), 0.01)
+        return replace(
+            world,
+            threaded=False,
+            tiers=TierPlan(
+                host_slots=tuple(num_slots for _ in world.windows),
+                eviction=rng.choice(("lru", "s3fifo")),
+                admission=admission,
+                has_disk=rng.random() < 0.6,
+                externals=rng.choice(((), (), ("far",), ("near", "far"))),
+                max_demoting=rng.choice((1, 4, 100)),
+                max_storing=rng.choice((1, 4, 100)),
+                max_waiting=rng.choice((2, 1000)),
+                max_loading_share=rng.choice((0.3, 1.0)),
+                cost=cost,
+            ),
+            faults=Faults(
+                fail=rng.choice((0.0, 0.0, 0.1, 0.5)),
+                delay=rng.choice((0.0, 0.3, 0.9)),
+                forget=rng.choice((0.0, 0.2)),
+                lie=rng.choice((0.0, 0.3)),
+            ),
+            patience_s=rng.choice((0.3, 3.0, 1000.0)),
+        )
+
+    @staticmethod
+    def _draw(rng: random.Random, scale: int) -> World:
         windows = rng.choice(WINDOWS)
         block_size = rng.choice((1, 2, 2, 4, 4, 8))
         max_model_len = rng.randrange(10, 20 + 16 * scale)
@@ -131,7 +172,8 @@ class Expected:
         else:
             assert delta.prompt_logprobs == self.prompt_logprobs
             assert 0 <= delta.cached_len < prompt_len
-            assert delta.queued_s >= 0
+            assert 0 <= delta.restored_len <= delta.cached_len
+            assert delta.queued_s >= delta.restore_s >= 0
             assert delta.prefill_s >= 0
         self.started = True
         if delta.finish_reason is not None:
@@ -199,7 +241,13 @@ class Simulation:
             lookahead=world.lookahead,
         )
         self.clock = FakeClock()
-        self.executor = CheckedExecutor(self.runner, depth=world.depth, threaded=world.threaded)
+        self.mover = FakeMover(self.runner, random.Random(seed), world.faults)
+        self.executor = CheckedExecutor(
+            self.runner,
+            depth=world.depth,
+            threaded=world.threaded,
+            mover=None if world.tiers is None else self.mover,
+        )
         self.executor.world, self.executor.clock = world, self.clock
         self.core = EngineCore(
             self.executor,
@@ -213,6 +261,8 @@ class Simulation:
                 policy=world.policy,
                 prefix_caching=world.prefix_caching,
                 token_cost=world.token_cost,
+                tiers=world.tiers,
+                patience=lambda _: world.patience_s,
             ),
             clock=self.clock.now,
             draw_seed=lambda: 7,
@@ -233,6 +283,7 @@ class Simulation:
                 self.abort()
             if rng.random() < world.reset_rate:
                 core.call("reset_prefix_cache", {})
+            self.clock.advance(0.001)
             batch = core.run_once()
             for delta in batch.deltas if batch is not None else []:
                 request = self.requests[delta.request_id]
@@ -242,12 +293,15 @@ class Simulation:
                 assert delta.cached_len == 0 or (request.use_prefix_cache and world.prefix_caching)
             self.check()
             num_rounds += 1
-            assert num_rounds < 200 * (1 + world.num_requests), "it does not come to an end"
+            slow = 1 if world.tiers is None else 40
+            assert num_rounds < slow * 200 * (1 + world.num_requests), "it does not come to an end"
         assert all(entry.ended != entry.aborted for entry in self.expected.values())
         core.check()
         stats = core.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+        assert not core._manager.busy
         core.close()
+        assert self.mover.closed == (world.tiers is not None)
 
     def check(self) -> None:
         """The books, and that whoever ended holds nothing."""

@@ -138,7 +138,9 @@ def test_top_shows_totals_then_rates(server: ServerThread, capsys: pytest.Captur
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert "12 in all generated" in first
     assert "0.0/s generated" in second
-    assert "host        50 blocks, 250 in all tokens hit, 5.0 MiB in, 2.0 MiB out, 3 queued, 7 evicted, 5 failed" in first
+    assert (
+        "host        50 blocks, 250 in all tokens hit, 5.0 MiB in, 2.0 MiB out, 3 queued, 7 evicted, 5 failed" in first
+    )
     page = MetricsPage.fetch(server.url)
     assert "100.0/s" not in render(page, page, 2.0)
 

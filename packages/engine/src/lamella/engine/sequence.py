@@ -173,7 +173,7 @@ class Sequence:
         self.load_from_s = 0.0
         """When it began to load, by the core's clock."""
         self.load_s = 0.0
-        """Time it spent LOADING."""
+        """Time it spent LOADING before it was first admitted."""
         self.suspect = False
         """It reads a block whose copy from the host failed: what steps in flight say of it is not true."""
 

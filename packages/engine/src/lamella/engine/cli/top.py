@@ -58,7 +58,8 @@ def render(page: MetricsPage, before: MetricsPage | None, seconds: float) -> str
         f"{page.value('num_requests_waiting'):.0f} waiting, {rate('request_success_total')} ended",
         f"tokens      {rate('generation_tokens_total')} generated, {rate('prompt_tokens_computed_total')} of prompts "
         f"computed, {rate('prompt_tokens_cached_total')} cached",
-        f"KV cache    {page.value('kv_cache_usage_perc'):.0%} in use, {page.value('num_preemptions_total'):.0f} preempted",
+        f"KV cache    {page.value('kv_cache_usage_perc'):.0%} in use, "
+        f"{page.value('num_preemptions_total'):.0f} preempted",
         f"first token {_spread(page, 'time_to_first_token_seconds')}",
     ]
     tiers = page.labelled("kv_tier_num_blocks", "tier")
@@ -80,4 +81,6 @@ def _spread(page: MetricsPage, name: str) -> str:
     quantiles = [page.quantile(name, share) for share in (0.5, 0.95, 0.99)]
     if quantiles[0] is None:
         return "none yet"
-    return ", ".join(f"{label} {q * 1e3:,.0f} ms" for label, q in zip(("p50", "p95", "p99"), quantiles) if q is not None)
+    return ", ".join(
+        f"{label} {q * 1e3:,.0f} ms" for label, q in zip(("p50", "p95", "p99"), quantiles) if q is not None
+    )

@@ -225,6 +225,7 @@ class Books:
 
     def _finish_waiting(self, sequence: Sequence) -> None:
         sequence.move_to(State.FINISHED)
+        self.manager.end_load(sequence.id)
         parked = sequence.siblings.parked
         if sequence in parked:
             parked.remove(sequence)

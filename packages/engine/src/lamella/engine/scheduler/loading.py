@@ -62,7 +62,9 @@ class Loading:
                 ended.append(self._sequences.pop(sequence.id))
         for sequence in ended:
             sequence.move_to(State.WAITING)
-            sequence.load_s += now_s - sequence.load_from_s
+            if sequence.first_step_s is None:
+                sequence.load_s += now_s - sequence.load_from_s
+            self._manager.add_wait(sequence.id, now_s - sequence.load_from_s)
         return ended
 
     def abandon(self, sequence: Sequence) -> None:

@@ -1,7 +1,7 @@
 """Moves the blocks of a fake runner between tiers that are dictionaries: late, out of order, and not always.
 
-    host → device      at once: every later step reads it; the ticket comes with the next poll
-    everything else    at some later poll, reading its source only then: a source that was reused shows as a wrong id
+host → device      at once: every later step reads it; the ticket comes with the next poll
+everything else    at some later poll, reading its source only then: a source that was reused shows as a wrong id
 """
 
 from __future__ import annotations
