@@ -71,11 +71,11 @@ def _audit_order(group: GroupBlocks) -> None:
     for key in index:
         for block in index.blocks(key):
             parent = index.parent_of(block)
-            if parent is None or pool.pins[block]:
+            if parent is None:
                 continue
             assert parent in index, f"block {block} can be hit but its prefix cannot"
             mine = rank.get(block, math.inf)
-            if mine < math.inf:
+            if mine < math.inf and not pool.pins[block]:
                 assert last_moment(parent) > mine, f"the prefix of block {block} would be reused before it"
 
 

@@ -18,12 +18,18 @@ from typing import NamedTuple
 
 from lamella.kvtier.control.audit import audit
 from lamella.kvtier.control.groups import GroupBlocks, longest_match, make_group
+from lamella.kvtier.control.lower_tiers import LowerTiers
+from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.pool import FILLING, SEALED
+from lamella.kvtier.control.prefetch import LoadState
+from lamella.kvtier.control.restores import Restore
+from lamella.kvtier.control.transfers import Descent
 from lamella.kvtier.errors import CapacityError, LayoutError
 from lamella.kvtier.events import BlockRemoved, BlockStored, Cleared, Event
+from lamella.kvtier.jobs import Job, TierEvent
 from lamella.kvtier.keys import Key, KeyChain
 from lamella.kvtier.layout import NULL_BLOCK, Layout
-from lamella.kvtier.stats import Counters, GroupUsage
+from lamella.kvtier.stats import Counters, GroupUsage, TierStats
 
 SequenceId = int
 
@@ -37,6 +43,9 @@ class Acquired(NamedTuple):
     """Tokens that can be written before the next extend()."""
     tables: tuple[list[int], ...]
     """Block ids per group; 0 for blocks left of a sliding window. The caller's own copies."""
+    loaded_len: int = 0
+    """Tokens of cached_len that come from the host tier: copies into their blocks are among the jobs, and every step
+    that is submitted later waits for them."""
 
 
 class Growth(NamedTuple):
@@ -51,7 +60,7 @@ class Growth(NamedTuple):
 class Holding:
     """The books of one sequence."""
 
-    __slots__ = ("caching", "chain", "left", "sealed", "tables")
+    __slots__ = ("below", "caching", "chain", "left", "sealed", "tables")
 
     def __init__(self, chain: KeyChain | None, sealed: int, tables: list[list[int]], left: list[int]) -> None:
         self.chain = chain
@@ -62,13 +71,16 @@ class Holding:
         self.tables = tables
         self.left = left
         """Per group: leading blocks that are null."""
+        self.below: Descent | None = None
+        """How far its blocks have gone down; None: they stay on the device."""
 
 
 class TierManager:
     """Blocks of all groups for all sequences, and the prefix cache over them."""
 
-    def __init__(self, layout: Layout, max_events: int = 0) -> None:
-        """max_events: how many events to keep for take_events(); 0: none are made."""
+    def __init__(self, layout: Layout, max_events: int = 0, tiers: TierPlan | None = None) -> None:
+        """max_events: how many events to keep for take_events(); 0: none are made. tiers: what lies below the device;
+        None: nothing."""
         sizes = {group.block_size for group in layout.groups}
         if len(sizes) != 1:
             raise LayoutError(f"all groups must have the same block_size, got {sorted(sizes)}")
@@ -79,6 +91,9 @@ class TierManager:
         """Blocks that became free so far: an acquire that was refused need not be repeated before this moves."""
         self._groups = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
         self._holdings: dict[SequenceId, Holding] = {}
+        self._below: LowerTiers | None = None
+        if tiers is not None:
+            self._below = LowerTiers(tiers, self._groups, self._holdings, self.unpin, self._suspect)
         self._max_events = max_events
         self._events: deque[Event] = deque()
         self.slides = any(group.slides for group in self._groups)
@@ -114,6 +129,8 @@ class TierManager:
         max_hit_len: int | None = None,
         spare_len: int = 0,
         headroom: int = 0,
+        tiers: bool = True,
+        tenant: str | None = None,
     ) -> Acquired | None:
         """Let a sequence in: prefix hit and new blocks in every group, or None and nothing has changed.
 
@@ -122,24 +139,40 @@ class TierManager:
                                      first chunk, cached_len + chunk_len; and spare_len slots more in each
 
         chain: the sequence's keys so far (of the same token_ids); None: neither read nor seal. headroom: free blocks
-        that must be left in each group. Asserts that the sequence holds nothing.
+        that must be left in each group. tiers: whether lower tiers serve and keep its blocks; tenant: who pays for what
+        they keep. Asserts that the sequence holds nothing.
         """
         assert sequence not in self._holdings, f"sequence {sequence} already holds blocks"
         num_tokens = len(token_ids)
         size = self.block_size
-        hit = 0
+        hit = device = 0
+        below = self._below if tiers and chain is not None else None
         if chain is not None:
             limit = num_tokens - 1 if max_hit_len is None else min(num_tokens - 1, max_hit_len)
             keys = chain.extend(token_ids)
-            hit = longest_match(self._groups, keys, limit // size)
+            hit = device = longest_match(self._groups, keys, limit // size)
+            if below is not None and hit < limit // size:
+                hit = longest_match(below.near, keys, limit // size)
+                if hit > device:
+                    hit = below.worth(device, hit, num_tokens)
         end = hit * size + chunk_len
         shared: list[list[int]] = []
         missing: list[int] = []
+        wanted: list[tuple[int, list[int], list[int]]] = []  # places in the tables that the host fills
         for group in self._groups:
             pool = group.pool
             left = min(group.left_edge(hit * size), hit)
-            found = [group.find(chain.keys[n]) for n in range(left, hit)] if chain is not None else []
+            if chain is None:
+                found = []
+            elif hit == device:
+                found = [group.find(chain.keys[n]) for n in range(left, hit)]
+            else:
+                places = [n for n in range(left, hit) if chain.keys[n] not in group.index]
+                found = [group.find(key) for key in chain.keys[left:hit] if key in group.index]
+                wanted.append((group.idx, places, []))
             new = max(0, -(-(group.entry_len(num_tokens, end) + spare_len) // size) - hit)
+            if wanted:
+                new += len(wanted[-1][1])
             free = pool.num_free - sum(1 for block in found if pool.is_candidate(block))
             if free - new < headroom:
                 self.counters.refused += 1
@@ -147,20 +180,32 @@ class TierManager:
             shared.append(found)
             missing.append(new)
         tables: list[list[int]] = []
+        left_of: list[int] = []
         for group, found, new in zip(self._groups, shared, missing):
             for block in found:
                 group.pool.share(block)
-            table = [NULL_BLOCK] * (hit - len(found)) + found + group.pool.take(new)
+            taken = group.pool.take(new)
             self._note_evictions(group)
-            tables.append(table)
-        left_of = [hit - len(found) for found in shared]
-        self._holdings[sequence] = Holding(chain, hit, tables, left_of)
+            if wanted:
+                assert chain is not None
+                found = self._list_loaded(group, chain, wanted[group.idx], found, taken, hit)
+                taken = taken[len(wanted[group.idx][1]) :]
+            tables.append([NULL_BLOCK] * (hit - len(found)) + found + taken)
+            left_of.append(hit - len(found))
+        holding = self._holdings[sequence] = Holding(chain, hit, tables, left_of)
+        if below is not None:
+            assert chain is not None
+            holding.below = below.enter(sequence, chain, hit, device, num_tokens, tenant)
+            if wanted:
+                below.restore(chain, wanted)
+        if self._below is not None and chain is not None and hit:
+            self._below.join(sequence, holding.below, chain, hit)
         counters = self.counters
         counters.acquired += 1
         if chain is not None:
             counters.queried_tokens += num_tokens
             counters.hit_tokens += hit * size
-        return Acquired(hit * size, min(map(len, tables)) * size, tuple(map(list, tables)))
+        return Acquired(hit * size, min(map(len, tables)) * size, tuple(map(list, tables)), (hit - device) * size)
 
     def extend(self, rows: Sequence[tuple[SequenceId, int]]) -> list[Growth]:
         """Cover [0, new_len) of each (sequence, new_len), in order, each in all groups or not at all.
@@ -214,6 +259,9 @@ class TierManager:
                         self._note(BlockStored(group.idx, key, chain.parent(n), block))
             self.counters.sealed_blocks += full - first
             holding.sealed = full
+            if holding.below is not None:
+                assert self._below is not None
+                self._below.demote(holding)
         return (full + 1) * size
 
     def slide(self, sequence: SequenceId, computed_len: int, last_step: int) -> None:
@@ -262,7 +310,12 @@ class TierManager:
         reused, unless discard is set: then what this sequence alone uses, and all that hangs on it, is no longer hit
         (its content is suspect).
         """
-        holding = self._holdings.pop(sequence)
+        holding = self._holdings[sequence]
+        if self._below is not None:
+            if holding.below is not None and not discard:
+                self._below.demote(holding)
+            self._below.forget(sequence)
+        del self._holdings[sequence]
         for group, table in zip(self._groups, holding.tables):
             if discard:
                 self._disown(group, table)
@@ -285,6 +338,73 @@ class TierManager:
             for group, table in zip(self._groups, holding.tables)
         )
 
+    # ---- tiers below the device ------------------------------------------------------------------------------------
+
+    @property
+    def loads(self) -> bool:
+        """Whether there is a tier that a sequence may have to wait for."""
+        return self._below is not None and self._below.loads
+
+    @property
+    def busy(self) -> bool:
+        """A copy between tiers has not ended, or waits for its turn."""
+        return self._below is not None and self._below.busy
+
+    def begin_load(
+        self,
+        sequence: SequenceId,
+        token_ids: Sequence[int],
+        chain: KeyChain | None,
+        max_hit_len: int | None = None,
+        *,
+        tiers: bool = True,
+        tenant: str | None = None,
+    ) -> LoadState:
+        """Bring into the host tier what a waiting sequence's prefix has only below it. See LoadState.
+
+        What was brought stays until the sequence enters, or end_load(). Asserts that the sequence holds no blocks.
+        """
+        assert sequence not in self._holdings, f"sequence {sequence} holds blocks"
+        if self._below is None or chain is None or not tiers or not self._below.loads:
+            return LoadState.NONE
+        limit = len(token_ids) - 1 if max_hit_len is None else min(len(token_ids) - 1, max_hit_len)
+        keys = chain.extend(token_ids)
+        near = longest_match(self._below.near, keys, limit // self.block_size)
+        return self._below.begin_load(sequence, keys, near, limit // self.block_size, len(token_ids), tenant)
+
+    def end_load(self, sequence: SequenceId) -> None:
+        """The sequence waits no longer: aborted, or it is too late. Copies in flight end in the host tier, and serve
+        others. Nothing happens if it does not load."""
+        if self._below is not None:
+            self._below.end_load(sequence)
+
+    def take_loaded(self) -> list[SequenceId]:
+        """Sequences whose loads have ended since the last call, however they ended."""
+        return [] if self._below is None else self._below.take_loaded()
+
+    def take_poisoned(self) -> list[SequenceId]:
+        """Sequences that read a block whose copy from the host has failed. Nobody can hit these blocks any more, nor
+        what hangs on them; the caller stops the sequences and releases them with discard."""
+        return [] if self._below is None else self._below.take_poisoned()
+
+    def add_wait(self, sequence: SequenceId, seconds: float) -> None:
+        """A sequence waited so long for its load: what the tiers have cost. Before it enters."""
+        if self._below is not None:
+            self._below.add_wait(sequence, seconds)
+
+    def take_jobs(self) -> list[Job]:
+        """What is to be moved, in order; to be handed over before the next step is submitted."""
+        return [] if self._below is None else self._below.take_jobs()
+
+    def complete(self, event: TierEvent) -> None:
+        """Take the end of a copy, an answer, or news of a store into the books. A ticket ends exactly once."""
+        assert self._below is not None, "a ticket ended, but there are no tiers"
+        self._below.complete(event)
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Figures of each tier below the device, by name: "host", "disk", external managers."""
+        return {} if self._below is None else self._below.stats()
+
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def pin(self, group: int, block_id: int) -> int:
@@ -300,11 +420,8 @@ class TierManager:
         books = self._groups[group]
         if books.pool.unpin(block_id):
             self.num_released += 1
-            key = books.index.key_of(block_id)
             parent = books.index.parent_of(block_id)
-            if key is not None and parent is not None and not books.slides and parent not in books.index:
-                self._forget_all(books, {key})  # its prefix was evicted meanwhile: nobody could reach the block
-            elif books.pool.state[block_id] == SEALED:
+            if books.pool.state[block_id] == SEALED:
                 self._shelve(books, block_id)
                 if not books.slides:
                     self._refresh_prefix(books, parent)
@@ -323,6 +440,8 @@ class TierManager:
             self._unlist(group, keys)
         for holding in self._holdings.values():
             holding.caching = False
+        if self._below is not None:
+            self._below.reset()
         if self._max_events:
             self._note(Cleared())
         return dropped
@@ -363,8 +482,47 @@ class TierManager:
     def check(self) -> None:
         """Assert every invariant of the books. Walks all blocks: for tests and idle moments."""
         audit(self._groups, self._holdings)
+        if self._below is not None:
+            self._below.check()
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _list_loaded(
+        self,
+        group: GroupBlocks,
+        chain: KeyChain,
+        wanted: tuple[int, list[int], list[int]],
+        found: list[int],
+        taken: list[int],
+        hit: int,
+    ) -> list[int]:
+        """The first taken blocks get the content of host hits, and are listed at once. Returns the blocks of all hits,
+        in order of place; notes in wanted which were taken."""
+        keys, places = chain.keys, wanted[1]
+        wanted[2].extend(taken[: len(places)])
+        for n, block in zip(places, taken):
+            group.pool.seal(block)
+            group.index.add(keys[n], keys[n - 1] if n else None, block)
+            if self._max_events:
+                self._note(BlockStored(group.idx, keys[n], chain.parent(n), block))
+        if not group.slides:
+            return found + wanted[2]
+        loaded = dict(zip(places, wanted[2]))
+        rest = iter(found)
+        return [loaded[n] if n in loaded else next(rest) for n in range(hit - len(found) - len(places), hit)]
+
+    def _suspect(self, restore: Restore, idx: int, place: int) -> None:
+        """A copy into the block at this place of the readers' chains has failed: neither it nor what was computed from
+        it can be hit; who goes on computing from it seals no more."""
+        for group in self._groups:
+            keys = {key for _, _, chain in restore.readers for key in chain.keys[place:]}
+            listed = {key for key in keys if key in group.index}
+            self._forget_all(group, listed)
+        poison = {chain.keys[place] for _, _, chain in restore.readers}
+        for holding in self._holdings.values():
+            chain = holding.chain
+            if chain is not None and place < holding.sealed and chain.keys[place] in poison:
+                holding.caching = False
 
     def _drop(self, group: GroupBlocks, block: int, last_step: int) -> None:
         """Drop one reference; the block is cached or empty if that was the last."""

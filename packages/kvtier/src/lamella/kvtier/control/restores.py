@@ -1,0 +1,136 @@
+"""Copies from the host to the device, for sequences that enter.
+
+Their targets are listed at once: every step submitted later waits for the copies. So whoever enters meanwhile and hits
+them, or what was computed from them, reads the copies too. If one fails, all these sequences are suspect:
+
+    position     0 ……… first ………………… hit
+    on device    [ there  | copies in flight | computed by readers …     a reader: its chain runs through `first`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lamella.kvtier.control.transfers import Descent, Shared
+from lamella.kvtier.jobs import CopyJob, Location, TicketId, TicketResult
+from lamella.kvtier.keys import Key, KeyChain
+
+Wanted = tuple[int, Sequence[int], Sequence[int]]
+"""(group, places in the table, device blocks for them)."""
+
+
+class Restore:
+    """The copies of one sequence's entry."""
+
+    __slots__ = ("failed", "first", "first_key", "num_left", "readers")
+
+    def __init__(self, first: int, first_key: Key) -> None:
+        self.first = first
+        self.first_key = first_key
+        self.num_left = 0
+        self.failed = False
+        self.readers: list[tuple[int, Descent | None, KeyChain]] = []
+        """(sequence, its descent if it has one, its keys)."""
+
+    def concerns(self, keys: Sequence[Key], num_blocks: int) -> bool:
+        """Whether the first num_blocks of these keys were copied by it, or computed from what it copied."""
+        return num_blocks > self.first and keys[self.first] == self.first_key
+
+
+class Restores:
+    """All restores in flight."""
+
+    def __init__(
+        self, shared: Shared, unpin: Callable[[int, int], None], suspect: Callable[[Restore, int, int], None]
+    ) -> None:
+        """unpin(group, block) of the device. suspect(restore, group, place): what this block's key names, and all that
+        hangs on it, must not be hit any more."""
+        self._shared = shared
+        self._unpin = unpin
+        self._suspect = suspect
+        self.active: list[Restore] = []
+        self._copies: dict[TicketId, tuple[int, int, int, int, Restore]] = {}
+        """(group, host slot, device block, place, restore)."""
+        self.poisoned: dict[int, None] = {}
+        """Sequences to be taken."""
+
+    def begin(self, chain: KeyChain, wanted: Sequence[Wanted]) -> None:
+        """Start the copies of a sequence that enters. The blocks are sealed and listed; their sources are host hits."""
+        shared, keys = self._shared, chain.keys
+        first = min(places[0] for _, places, _ in wanted if places)
+        restore = Restore(first, keys[first])
+        jobs, copies, ticket = shared.jobs, self._copies, shared.ticket
+        for idx, places, blocks in wanted:
+            host, pool = shared.host[idx], shared.groups[idx].pool
+            num_bytes = shared.groups[idx].group.bytes_per_block
+            for n, block in zip(places, blocks):
+                key = keys[n]
+                slot = host.listed[key]
+                host.pin(slot)
+                pool.pin(block)
+                number = ticket()
+                source, target = Location("host", idx, slot - 1), Location("device", idx, block)
+                jobs.append(CopyJob(number, key, source, target, num_bytes, pool.last_step[block]))
+                copies[number] = (idx, slot, block, n, restore)
+            restore.num_left += len(places)
+            shared.queued_bytes["host"] += num_bytes * len(places)
+        self.active.append(restore)
+
+    def join(self, sequence: int, descent: Descent | None, chain: KeyChain, hit: int) -> None:
+        """A sequence entered with a hit of so many blocks: it reads every restore that they go back to."""
+        for restore in self.active:
+            if restore.concerns(chain.keys, hit):
+                restore.readers.append((sequence, descent, chain))
+                if descent is not None:
+                    descent.pending += 1
+                if restore.failed:
+                    self.poisoned[sequence] = None
+
+    def trusted_len(self, keys: Sequence[Key], num_blocks: int) -> int:
+        """Leading blocks that do not depend on a copy in flight."""
+        for restore in self.active:
+            if restore.concerns(keys, num_blocks):
+                num_blocks = restore.first
+        return num_blocks
+
+    def complete(self, result: TicketResult) -> list[Descent] | None:
+        """None: not its ticket. Else the readers whose blocks may go down from now on."""
+        copy = self._copies.pop(result.ticket, None)
+        if copy is None:
+            return None
+        idx, slot, block, n, restore = copy
+        shared = self._shared
+        stats = shared.stats["host"]
+        num_bytes = shared.groups[idx].group.bytes_per_block
+        shared.queued_bytes["host"] -= num_bytes
+        restore.num_left -= 1
+        if result.ok:
+            stats.bytes_out += num_bytes
+            stats.loads += 1
+            stats.load_seconds += result.seconds
+            shared.plan.cost.observe("host", num_bytes, result.seconds)
+        else:
+            shared.count_failure("host", result)
+            restore.failed = True
+            self._suspect(restore, idx, n)
+            for sequence, _, _ in restore.readers:
+                self.poisoned[sequence] = None
+        shared.host[idx].unpin(slot)
+        self._unpin(idx, block)
+        if restore.num_left:
+            return []
+        self.active.remove(restore)
+        descents = [descent for _, descent, _ in restore.readers if descent is not None]
+        for descent in descents:
+            descent.pending -= 1
+        return [] if restore.failed else descents
+
+    def add_pins(self, host: Sequence[list[int]], device: Sequence[list[int]]) -> None:
+        """Count its pins, for checks."""
+        for idx, slot, block, _, _ in self._copies.values():
+            host[idx][slot] += 1
+            device[idx][block] += 1
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)

@@ -1,0 +1,66 @@
+"""What every copy below the device goes through: a ticket, a place in the queue, and the count of its tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from lamella.kvtier.control.groups import GroupBlocks
+from lamella.kvtier.control.host_tier import HostSlots
+from lamella.kvtier.control.plan import TierPlan
+from lamella.kvtier.control.presence import PresenceBook
+from lamella.kvtier.jobs import Job, Location, TicketId, TicketResult
+from lamella.kvtier.stats import TierStats
+
+
+class Descent:
+    """How far one holding's blocks have gone down: its first `done` blocks are in the host tier, or on their way."""
+
+    __slots__ = ("barred", "done", "hit", "noted", "pending", "sequence", "tenant")
+
+    def __init__(self, sequence: int, tenant: str | None, hit: int, done: int) -> None:
+        self.sequence = sequence
+        self.tenant = tenant
+        self.hit = hit
+        """Blocks it found when it entered."""
+        self.done = done
+        self.noted = 0
+        """Blocks that admission has judged or noted."""
+        self.barred = False
+        """Admission has refused one, and so all that hang on it."""
+        self.pending = 0
+        """Restores in flight that it reads: until they have ended well, its own blocks are not to be trusted."""
+
+
+class Shared:
+    """What the parts of the books below the device share: tiers, figures, and the jobs that are to be taken."""
+
+    def __init__(self, plan: TierPlan, groups: Sequence[GroupBlocks]) -> None:
+        assert len(plan.host_slots) == len(groups), f"{len(plan.host_slots)} numbers of slots, {len(groups)} groups"
+        self.plan = plan
+        self.groups = groups
+        self.block_size = groups[0].block_size
+        self.host = tuple(
+            HostSlots(slots, plan.eviction, not group.slides, group.group.bytes_per_block)
+            for slots, group in zip(plan.host_slots, groups)
+        )
+        self.books: Mapping[str, tuple[PresenceBook, ...]] = {
+            name: tuple(PresenceBook(not group.slides) for group in groups) for name in plan.slow_tiers
+        }
+        self.stats = {name: TierStats() for name in ("host", *plan.slow_tiers)}
+        self.queued_bytes = dict.fromkeys(self.stats, 0)
+        """Of copies from each tier towards the device that have not ended."""
+        self.jobs: list[Job] = []
+        self._tickets = count(1)
+
+    def ticket(self) -> TicketId:
+        return next(self._tickets)
+
+    def place(self, name: str, group: int) -> Location:
+        """Where a slower tier keeps a group's records: the key says which."""
+        return Location("disk", group, 0) if name == "disk" else Location("external", group, 0, name)
+
+    def count_failure(self, name: str, result: TicketResult) -> None:
+        """By kind: the first word of the error."""
+        words = (result.error or "unknown").split(":")[0].split()
+        self.stats[name].fail(words[0][:32] if words else "unknown")
