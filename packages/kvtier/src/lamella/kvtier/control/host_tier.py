@@ -111,6 +111,7 @@ class HostSlots:
         if above:
             self.parent_of[slot] = above
             self._children[above].add(slot)
+            policy.withhold(above)  # offered again, if it was its last leaf that was evicted
         if tenant is not None:
             self._tenant_of[slot] = tenant
         return slot

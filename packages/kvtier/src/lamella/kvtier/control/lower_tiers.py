@@ -17,7 +17,7 @@ from lamella.kvtier.control.groups import GroupBlocks, JointMatch
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.prefetch import Load, LoadState, Prefetch
 from lamella.kvtier.control.prefix_index import first_missing
-from lamella.kvtier.control.restores import Restore, Restores, Wanted
+from lamella.kvtier.control.restores import Restores, Wanted
 from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Descent, Shared
 from lamella.kvtier.jobs import ClearJob, Job, LookupResult, Presence, TierEvent
@@ -44,9 +44,9 @@ class LowerTiers:
         groups: Sequence[GroupBlocks],
         holdings: Mapping[int, Books],
         unpin: Callable[[int, int], None],
-        suspect: Callable[[Restore, int, int], None],
+        suspect: Callable[[Sequence[KeyChain], int], None],
     ) -> None:
-        """unpin, suspect: see Restores. holdings is read only."""
+        """unpin, suspect: see Restores, of the device. holdings is read only."""
         self._shared = Shared(plan, groups)
         self._holdings = holdings
         self._suspect = suspect
@@ -251,14 +251,13 @@ class LowerTiers:
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _poison(self, restore: Restore, idx: int, place: int) -> None:
+    def _poison(self, chains: Sequence[KeyChain], idx: int, place: int) -> None:
         """The content goes from every tier: it is computed again, instead of failing again."""
-        for _, _, chain in restore.readers[:1]:
-            key = chain.keys[place]
-            self.host[idx].drop(key)
-            for books in self.books.values():
-                books[idx].remove(key)
-        self._suspect(restore, idx, place)
+        key = chains[0].keys[place]
+        self.host[idx].drop(key)
+        for books in self.books.values():
+            books[idx].remove(key)
+        self._suspect(chains, place)
 
     def _resume(self) -> None:
         waiting = self._demotion.waiting

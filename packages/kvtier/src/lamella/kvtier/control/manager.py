@@ -22,7 +22,6 @@ from lamella.kvtier.control.lower_tiers import LowerTiers
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.pool import FILLING, SEALED
 from lamella.kvtier.control.prefetch import LoadState
-from lamella.kvtier.control.restores import Restore
 from lamella.kvtier.control.transfers import Descent
 from lamella.kvtier.errors import CapacityError, LayoutError
 from lamella.kvtier.events import BlockRemoved, BlockStored, Cleared, Event
@@ -511,17 +510,15 @@ class TierManager:
         rest = iter(found)
         return [loaded[n] if n in loaded else next(rest) for n in range(hit - len(found) - len(places), hit)]
 
-    def _suspect(self, restore: Restore, idx: int, place: int) -> None:
-        """A copy into the block at this place of the readers' chains has failed: neither it nor what was computed from
-        it can be hit; who goes on computing from it seals no more."""
+    def _suspect(self, chains: Sequence[KeyChain], place: int) -> None:
+        """A copy into the block at this place of these sequences' tables has failed: neither it nor what was computed
+        from it can be hit; who goes on computing from it seals no more."""
+        suspect = {key for chain in chains for key in chain.keys[place:]}
         for group in self._groups:
-            keys = {key for _, _, chain in restore.readers for key in chain.keys[place:]}
-            listed = {key for key in keys if key in group.index}
-            self._forget_all(group, listed)
-        poison = {chain.keys[place] for _, _, chain in restore.readers}
+            self._forget_all(group, {key for key in suspect if key in group.index})
         for holding in self._holdings.values():
             chain = holding.chain
-            if chain is not None and place < holding.sealed and chain.keys[place] in poison:
+            if chain is not None and place < holding.sealed and chain.keys[place] == chains[0].keys[place]:
                 holding.caching = False
 
     def _drop(self, group: GroupBlocks, block: int, last_step: int) -> None:

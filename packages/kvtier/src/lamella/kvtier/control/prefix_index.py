@@ -7,12 +7,19 @@ tables are append-only, so both stay: a key can have several copies as long as s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from lamella.kvtier.keys import Key
 
 
-def first_missing(keys: Sequence[Key], max_blocks: int, held: Container[Key]) -> int:
+class Holds(Protocol):
+    """Anything that knows which keys it has."""
+
+    def __contains__(self, key: Key, /) -> bool: ...
+
+
+def first_missing(keys: Sequence[Key], max_blocks: int, held: Holds) -> int:
     """How many of keys[:max_blocks] are held, where whoever holds a key holds all before it: a binary search."""
     if max_blocks and keys[max_blocks - 1] in held:
         return max_blocks

@@ -36,15 +36,20 @@ class Restore:
         """Whether the first num_blocks of these keys were copied by it, or computed from what it copied."""
         return num_blocks > self.first and keys[self.first] == self.first_key
 
+    def readers_of(self, place: int) -> list[tuple[int, KeyChain]]:
+        """Those whose chains run through the block copied to this place, the sequence that it was copied for first."""
+        key = self.readers[0][2].keys[place]
+        return [(s, chain) for s, _, chain in self.readers if len(chain.keys) > place and chain.keys[place] == key]
+
 
 class Restores:
     """All restores in flight."""
 
     def __init__(
-        self, shared: Shared, unpin: Callable[[int, int], None], suspect: Callable[[Restore, int, int], None]
+        self, shared: Shared, unpin: Callable[[int, int], None], suspect: Callable[[Sequence[KeyChain], int, int], None]
     ) -> None:
-        """unpin(group, block) of the device. suspect(restore, group, place): what this block's key names, and all that
-        hangs on it, must not be hit any more."""
+        """unpin(group, block) of the device. suspect(chains, group, place): what the key at this place of the chains,
+        the same in all, names, and all that hangs on it, must not be hit any more."""
         self._shared = shared
         self._unpin = unpin
         self._suspect = suspect
@@ -83,8 +88,6 @@ class Restores:
                 restore.readers.append((sequence, descent, chain))
                 if descent is not None:
                     descent.pending += 1
-                if restore.failed:
-                    self.poisoned[sequence] = None
 
     def trusted_len(self, keys: Sequence[Key], num_blocks: int) -> int:
         """Leading blocks that do not depend on a copy in flight."""
@@ -112,8 +115,9 @@ class Restores:
         else:
             shared.count_failure("host", result)
             restore.failed = True
-            self._suspect(restore, idx, n)
-            for sequence, _, _ in restore.readers:
+            readers = restore.readers_of(n)
+            self._suspect([chain for _, chain in readers], idx, n)
+            for sequence, _ in readers:
                 self.poisoned[sequence] = None
         shared.host[idx].unpin(slot)
         self._unpin(idx, block)

@@ -135,11 +135,10 @@ class FakeTiers:
         if isinstance(job, LookupJob):
             return LookupResult(job.ticket, self._look_up(job) if running.ok else 0)
         assert job.after_step <= self.steps_run, "a copy ran before the step that it has to wait for"
-        content = self._read(job.source, job.key)
-        ok = running.ok and content is not GARBAGE
-        cleared = running.epoch != self._epoch and job.target.tier in ("disk", "external")
-        if not cleared:
-            self._write(job.target, job, content if ok else GARBAGE)
+        there, content = self._read(job.source, job.key)
+        ok = running.ok and there
+        if running.epoch == self._epoch or job.target.tier in ("device", "host"):
+            self._write(job.target, job, content, ok)
         return TicketResult(job.ticket, ok, None if ok else "fault: injected", 0.001)
 
     def _look_up(self, job: LookupJob) -> int:
@@ -148,25 +147,26 @@ class FakeTiers:
         store = self.externals[job.tier_name]
         return next((n for n, key in enumerate(job.keys) if (job.group, key) not in store), len(job.keys))
 
-    def _read(self, place: Location, key: Key) -> object:
+    def _read(self, place: Location, key: Key) -> tuple[bool, object]:
+        """Whether it is there, and what it is: memory is never asked whether it makes sense."""
         if place.tier == "device":
-            return self.device[place.group][place.slot]
+            return True, self.device[place.group][place.slot]
         if place.tier == "host":
-            return self.host[place.group][place.slot]
+            return True, self.host[place.group][place.slot]
         if place.tier == "disk":
-            return self.disk.get((place.group, key), (None, GARBAGE))[1]
-        return self.externals[place.name].get((place.group, key), GARBAGE)
+            return (place.group, key) in self.disk, self.disk.get((place.group, key), (None, GARBAGE))[1]
+        store = self.externals[place.name]
+        return (place.group, key) in store, store.get((place.group, key), GARBAGE)
 
-    def _write(self, place: Location, job: CopyJob, content: object) -> None:
+    def _write(self, place: Location, job: CopyJob, content: object, ok: bool) -> None:
         if place.tier == "device":
-            self.device[place.group][place.slot] = content
+            self.device[place.group][place.slot] = content if ok else GARBAGE
         elif place.tier == "host":
-            self.host[place.group][place.slot] = content
-        elif content is not GARBAGE:
-            if place.tier == "disk":
-                self.disk[place.group, job.key] = (job.parent, content)
-            else:
-                self.externals[place.name][place.group, job.key] = content
+            self.host[place.group][place.slot] = content if ok else GARBAGE
+        elif ok and place.tier == "disk":
+            self.disk[place.group, job.key] = (job.parent, content)
+        elif ok:
+            self.externals[place.name][place.group, job.key] = content
 
     def _clear(self, job: ClearJob) -> None:
         self._epoch += 1
