@@ -2,8 +2,8 @@
 
     python packages/kvtier/bench/control.py [--json FILE]
 
-Costs are per block of one full group and one call each over many blocks, the best of several rounds; copies cost nothing
-here. Lookups have their keys given. Hit ratios are tokens found on device or host, of all tokens asked for; the device
+Costs are per block of one full group and one call each over many blocks, the best of several rounds; copies cost
+nothing here. Lookups have their keys given. Hit ratios are tokens found on device or host, of all tokens asked for; the device
 holds a quarter of the host's blocks.
 
 lookup           begin_load of a prefix that device, host, disk and an external manager hold up to four points
@@ -107,9 +107,9 @@ def cycle_us(num_blocks: int) -> dict[str, float]:
         times[name] = 1e6 * (time.perf_counter() - start) / num_blocks
         return result
 
-    def end(jobs: list[CopyJob]) -> None:
-        for job in jobs:
-            manager.complete(TicketResult(job.ticket, True, None, 1e-4))
+    def end(name: str, jobs: list[CopyJob]) -> None:
+        results = [TicketResult(job.ticket, True, None, 1e-4) for job in jobs]
+        clock(name, lambda: [manager.complete(result) for result in results])
 
     ids = list(range(num_blocks * SIZE + 1))
     other = list(range(1 << 24, (1 << 24) + num_blocks * SIZE + 1))
@@ -117,12 +117,12 @@ def cycle_us(num_blocks: int) -> dict[str, float]:
     chain = chain_of(ids)
     manager.acquire(1, ids, chain, chunk_len=len(ids))
     clock("seal + demote", lambda: (manager.seal(1, ids, len(ids)), manager.take_jobs()))
-    jobs = [job for job in manager._below._demotion._copies]  # type: ignore[union-attr]
+    jobs = list(manager._below._demotion.copies)  # type: ignore[union-attr]
     assert len(jobs) == num_blocks
     results = [TicketResult(ticket, True, None, 1e-4) for ticket in jobs]
     clock("complete, to the host", lambda: [manager.complete(result) for result in results])
     stores = clock("store", manager.take_jobs)
-    clock("complete, to the disk", lambda: end(stores))  # type: ignore[arg-type]
+    end("complete, to the disk", stores)  # type: ignore[arg-type]
     clock("release", lambda: manager.release(1, 0))
     manager.acquire(2, other, None, chunk_len=len(other))
     manager.release(2, 0)
@@ -135,13 +135,13 @@ def cycle_us(num_blocks: int) -> dict[str, float]:
         restores.extend(manager.take_jobs())  # type: ignore[arg-type]
 
     clock("restore", restore)
-    clock("complete, to the device", lambda: end(restores))
+    end("complete, to the device", restores)
     manager.release(3, 1)
     manager.acquire(4, other, None, chunk_len=len(other))
     manager._below.host[0].drop_all()  # type: ignore[union-attr]
     loads = clock("load", lambda: (manager.begin_load(5, ids, chain), manager.take_jobs())[1])
     assert len(loads) == num_blocks  # type: ignore[arg-type]
-    clock("complete, from the disk", lambda: end(loads))  # type: ignore[arg-type]
+    end("complete, from the disk", loads)  # type: ignore[arg-type]
     return times
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from lamella.kvtier.control.admission import make_admission
 from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.transfers import Descent, Shared
-from lamella.kvtier.jobs import CopyJob, Location, TicketId, TicketResult
+from lamella.kvtier.jobs import TicketId, TicketResult
 from lamella.kvtier.keys import Key
 from lamella.kvtier.layout import NULL_BLOCK
 
@@ -23,8 +23,10 @@ class Demotion:
         """unpin(group, block) of the device."""
         self._shared = shared
         self._unpin = unpin
+        self._max_copies = shared.plan.max_demoting
+        self._judges = shared.plan.admission.mode != "all"
         self._admission = make_admission(shared.plan.admission)
-        self._copies: dict[TicketId, tuple[int, int, int]] = {}
+        self.copies: dict[TicketId, tuple[int, int, int]] = {}
         """(group, host slot, device block)."""
         self.waiting: dict[int, None] = {}
         """Sequences that were stopped by a full queue, oldest first."""
@@ -39,11 +41,11 @@ class Demotion:
 
     @property
     def has_room(self) -> bool:
-        return len(self._copies) < self._shared.plan.max_demoting
+        return len(self.copies) < self._max_copies
 
     @property
     def num_copies(self) -> int:
-        return len(self._copies)
+        return len(self.copies)
 
     def advance(self, descent: Descent, keys: Sequence[Key], sealed: int, tables: Sequence[Sequence[int]]) -> None:
         """Start what can be started of blocks [0, sealed) of a sequence with these tables."""
@@ -64,28 +66,25 @@ class Demotion:
     def start(self, idx: int, key: Key, parent: Key | None, block: int, tenant: str | None) -> str | None:
         """Copy one device block to a host slot. The reason why not, or None."""
         shared = self._shared
-        if not self.has_room:
+        if len(self.copies) >= self._max_copies:
             return "queue"
-        host, num_bytes = shared.host[idx], shared.groups[idx].group.bytes_per_block
-        if not self.charge(tenant, num_bytes):
+        host = shared.host[idx]
+        num_bytes = host.slot_bytes
+        if tenant is not None and not self.charge(tenant, num_bytes):
             return "quota"
         slot = host.reserve(key, parent, tenant)
         if not slot:
             self._give_back(tenant, num_bytes)
             return "room"
         shared.groups[idx].pool.pin(block)
-        ticket = host.ticket_of[slot] = shared.ticket()
-        source, target = Location("device", idx, block), Location("host", idx, slot - 1)
-        shared.jobs.append(CopyJob(ticket, key, source, target, num_bytes, -1, parent))
-        self._copies[ticket] = (idx, slot, block)
+        source, target = shared.device_places[idx][block], shared.host_places[idx][slot]
+        ticket = host.ticket_of[slot] = shared.copy(key, source, target, num_bytes, -1, parent)
+        self.copies[ticket] = (idx, slot, block)
         return None
 
-    def complete(self, result: TicketResult) -> tuple[int, int] | None:
-        """None: not its ticket. Else (group, host slot) that is ready now; slot 0: it is not."""
-        copy = self._copies.pop(result.ticket, None)
-        if copy is None:
-            return None
-        idx, slot, block = copy
+    def complete(self, result: TicketResult) -> tuple[int, int]:
+        """One of the copies has ended. (group, host slot that is ready now; 0: it is not)."""
+        idx, slot, block = self.copies.pop(result.ticket)
         host = self._shared.host[idx]
         self._unpin(idx, block)
         if not result.ok:
@@ -115,7 +114,7 @@ class Demotion:
 
     def add_pins(self, host: Sequence[list[int]], device: Sequence[list[int]]) -> None:
         """Count its pins, for checks."""
-        for idx, slot, block in self._copies.values():
+        for idx, slot, block in self.copies.values():
             host[idx][slot] += 1
             device[idx][block] += 1
 
@@ -142,7 +141,7 @@ class Demotion:
                 if block is None:
                     continue
             assert block is not None
-            if n >= descent.noted:
+            if self._judges and n >= descent.noted:
                 if descent.barred:
                     return False
                 descent.noted = n + 1

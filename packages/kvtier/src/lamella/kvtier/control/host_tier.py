@@ -78,6 +78,9 @@ class HostSlots:
         """Slots that reserve() can hand out now; more when leaves have gone."""
         return len(self._empty) + len(self._policy)
 
+    def has_children(self, slot: int) -> bool:
+        return bool(self._children[slot])
+
     def children(self, slot: int) -> Iterable[int]:
         return self._children[slot]
 
@@ -156,12 +159,13 @@ class HostSlots:
         self.pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
-        self.pins[slot] -= 1
-        assert self.pins[slot] >= 0, f"slot {slot} has no pin to drop"
-        if not self.pins[slot]:
+        pins = self.pins[slot] - 1
+        assert pins >= 0, f"slot {slot} has no pin to drop"
+        self.pins[slot] = pins
+        if not pins:
             if self.state[slot] == DOOMED:
                 self._free(slot)
-            else:
+            elif not self._children[slot]:
                 self._settle(slot)
 
     def use(self, slot: int) -> None:

@@ -20,7 +20,7 @@ from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.restores import Restores, Wanted
 from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Descent, Shared
-from lamella.kvtier.jobs import ClearJob, Job, LookupResult, Presence, TierEvent
+from lamella.kvtier.jobs import ClearJob, Job, LookupResult, Presence, TicketResult, TierEvent
 from lamella.kvtier.keys import Key, KeyChain
 from lamella.kvtier.stats import TierStats
 
@@ -156,28 +156,29 @@ class LowerTiers:
 
     def complete(self, event: TierEvent) -> None:
         """Asserts that a ticket ends once."""
-        if isinstance(event, Presence):
-            self._take_news(event)
-            return
-        if isinstance(event, LookupResult):
+        if isinstance(event, TicketResult):
+            ticket = event.ticket
+            if ticket in self._demotion.copies:
+                idx, slot = self._demotion.complete(event)
+                if slot:
+                    self._stores.want(idx, slot)
+                if self._demotion.waiting:
+                    self._resume()
+            elif ticket in self._restores.copies:
+                for descent in self._restores.complete(event):
+                    holding = self._holdings.get(descent.sequence)
+                    if holding is not None and holding.below is descent:
+                        self.demote(holding)
+            elif ticket in self._stores.copies:
+                self._stores.complete(event)
+            else:
+                assert ticket in self._prefetch.copies, f"ticket {ticket} ended twice, or was never given out"
+                self._prefetch.complete(event)
+            self._prefetch.ended(ticket)
+        elif isinstance(event, LookupResult):
             assert self._prefetch.answer(event), f"question {event.ticket} was answered twice, or never asked"
-            return
-        demoted = self._demotion.complete(event)
-        if demoted is not None:
-            idx, slot = demoted
-            if slot:
-                key = self.host[idx].key_of[slot]
-                if key is not None:
-                    self._stores.want(idx, key)
-            self._resume()
-        elif not self._stores.complete(event) and not self._prefetch.complete(event):
-            trusted = self._restores.complete(event)
-            assert trusted is not None, f"ticket {event.ticket} ended twice, or was never given out"
-            for descent in trusted:
-                holding = self._holdings.get(descent.sequence)
-                if holding is not None and holding.below is descent:
-                    self.demote(holding)
-        self._prefetch.ended(event.ticket)
+        else:
+            self._take_news(event)
 
     def take_poisoned(self) -> list[int]:
         """Sequences that read a copy that has failed, as far as they still hold blocks."""

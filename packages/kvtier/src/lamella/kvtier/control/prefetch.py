@@ -19,12 +19,12 @@ from typing import NamedTuple
 from lamella.kvtier.control.cost import Part
 from lamella.kvtier.control.demotion import Demotion
 from lamella.kvtier.control.groups import JointMatch, longest_match
-from lamella.kvtier.control.host_tier import FILLING
+from lamella.kvtier.control.host_tier import DOOMED, FILLING
 from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.restores import Restores
 from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Shared
-from lamella.kvtier.jobs import CopyJob, Location, LookupJob, LookupResult, TicketId, TicketResult
+from lamella.kvtier.jobs import LookupJob, LookupResult, TicketId, TicketResult
 from lamella.kvtier.keys import Key
 
 MAX_DOUBTS = 65_536
@@ -60,17 +60,11 @@ class Load:
         self.tenant = tenant
         self.asking: set[TicketId] = set()
         self.waiting: set[TicketId] = set()
-        self.held: list[tuple[int, int]] = []
-        """(group, host slot) that it has pinned until the sequence has entered."""
+        self.held: list[tuple[int, int, int]] = []
+        """(group, host slot, number of blocks) that it keeps until the sequence has entered. In a full group the last
+        slot's pin keeps the others."""
         self.reach: dict[str, int] = {}
         """By tier: up to which block it was asked to bring the prefix."""
-
-
-class _Copy(NamedTuple):
-    name: str
-    group: int
-    slot: int
-    key: Key
 
 
 class _Need(NamedTuple):
@@ -89,7 +83,8 @@ class Prefetch:
         self._restores = restores
         self._loads: dict[int, Load] = {}
         self._loaded: list[int] = []
-        self._copies: dict[TicketId, _Copy] = {}
+        self.copies: dict[TicketId, tuple[str, int, int, Key]] = {}
+        """(tier, group, host slot, key)."""
         self._questions: dict[TicketId, tuple[str, int, int, tuple[Key, ...], Load]] = {}
         """(manager, group, first place, keys, load)."""
         self._waiters: dict[TicketId, list[Load]] = {}
@@ -108,7 +103,7 @@ class Prefetch:
 
     @property
     def num_copies(self) -> int:
-        return len(self._copies) + len(self._questions)
+        return len(self.copies) + len(self._questions)
 
     def begin(
         self, sequence: int, keys: Sequence[Key], near: int, limit: int, num_tokens: int, tenant: str | None
@@ -154,12 +149,9 @@ class Prefetch:
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def complete(self, result: TicketResult) -> bool:
-        """Whether it was its ticket. Call ended() after it, as after any other ticket."""
-        copy = self._copies.pop(result.ticket, None)
-        if copy is None:
-            return False
-        name, idx, slot, key = copy
+    def complete(self, result: TicketResult) -> None:
+        """One of the copies has ended. Call ended() after it, as after any other ticket."""
+        name, idx, slot, key = self.copies.pop(result.ticket)
         shared = self._shared
         host, stats = shared.host[idx], shared.stats[name]
         shared.queued_bytes[name] -= host.slot_bytes
@@ -169,16 +161,16 @@ class Prefetch:
             stats.load_seconds += result.seconds
             shared.plan.cost.observe(name, host.slot_bytes, result.seconds)
             if host.ready(slot):
-                self._stores.want(idx, key)
+                self._stores.want(idx, slot)
         else:
             shared.count_failure(name, result)
             host.failed(slot)
             shared.books[name][idx].remove(key)
+            self._hold_again(idx)
             if name != "disk":
                 self._doubts[name, idx, key] = NUM_DOUBTS
                 if len(self._doubts) > MAX_DOUBTS:
                     del self._doubts[next(iter(self._doubts))]
-        return True
 
     def answer(self, result: LookupResult) -> bool:
         """Whether it was an answer to its question."""
@@ -204,7 +196,9 @@ class Prefetch:
 
     def ended(self, ticket: TicketId) -> None:
         """A ticket of whatever kind has ended: who waited for it waits for one less."""
-        for load in self._waiters.pop(ticket, ()):
+        if ticket not in self._waiters:
+            return
+        for load in self._waiters.pop(ticket):
             load.waiting.remove(ticket)
             if not load.waiting and not load.asking:
                 self._loaded.append(load.sequence)
@@ -212,8 +206,8 @@ class Prefetch:
     def copies_by_tier(self) -> dict[str, int]:
         """Copies in flight."""
         counts: dict[str, int] = {}
-        for copy in self._copies.values():
-            counts[copy.name] = counts.get(copy.name, 0) + 1
+        for copy in self.copies.values():
+            counts[copy[0]] = counts.get(copy[0], 0) + 1
         return counts
 
     def reset(self) -> None:
@@ -226,18 +220,18 @@ class Prefetch:
 
     def add_pins(self, host: Sequence[list[int]]) -> None:
         """Count its pins, for checks."""
-        for copy in self._copies.values():
-            host[copy.group][copy.slot] += 1
+        for copy in self.copies.values():
+            host[copy[1]][copy[2]] += 1
         for load in self._loads.values():
-            for idx, slot in load.held:
+            for idx, slot, _ in load.held:
                 host[idx][slot] += 1
 
     def check(self) -> None:
         """Who waits for what."""
         held = [0] * len(self._held)
         for load in self._loads.values():
-            for idx, _ in load.held:
-                held[idx] += 1
+            for idx, _, num_blocks in load.held:
+                held[idx] += num_blocks
             assert all(load in self._waiters[ticket] for ticket in load.waiting)
             idle = not load.waiting and not load.asking
             assert idle or load.sequence not in self._loaded
@@ -247,8 +241,8 @@ class Prefetch:
             assert all(ticket in load.waiting for load in loads)
         assert set(self._loaded) <= self._loads.keys()
         queued = dict.fromkeys(self._shared.plan.slow_tiers, 0)
-        for copy in self._copies.values():
-            queued[copy.name] += self._shared.host[copy.group].slot_bytes
+        for copy in self.copies.values():
+            queued[copy[0]] += self._shared.host[copy[1]].slot_bytes
         assert all(self._shared.queued_bytes[name] == num_bytes for name, num_bytes in queued.items())
 
     # ---- private ---------------------------------------------------------------------------------------------------
@@ -308,8 +302,8 @@ class Prefetch:
             return self._no_room()
         self._hold_near(load)
         reached = end
-        for idx in range(len(needs)):
-            reached = min(reached, self._start(idx, load, self._needs(idx, load, end), end))
+        for idx, needed in enumerate(needs):
+            reached = min(reached, self._start(idx, load, [need for need in needed if need.place < end], end))
         load.reach = {name: min(place, reached) for name, place in load.reach.items()}
         if load.waiting:
             return LoadState.STARTED
@@ -317,7 +311,7 @@ class Prefetch:
 
     def _no_room(self) -> LoadState:
         self._shared.stats["host"].refuse("loading")
-        return LoadState.LATER if any(self._held) and self._copies else LoadState.NONE
+        return LoadState.LATER if any(self._held) and self.copies else LoadState.NONE
 
     def _choose(self, load: Load) -> int:
         """Up to which block it pays; notes each tier's end."""
@@ -362,9 +356,12 @@ class Prefetch:
             if n < trusted and key in group.index:
                 source = "device"
             else:
-                source = next((name for name, book in books if key in book), "")
-            if not source:
-                break  # on the device alone, and not to be trusted yet
+                for name, book in books:
+                    if key in book:
+                        source = name
+                        break
+                else:
+                    break  # on the device alone, and not to be trusted yet
             needs.append(_Need(n, source))
         return needs
 
@@ -372,34 +369,39 @@ class Prefetch:
         """Reserve slots and start copies. Returns up to which block the group will hold the prefix."""
         shared, keys = self._shared, load.keys
         group, host = shared.groups[idx], shared.host[idx]
-        for need in needs:
-            key = keys[need.place]
-            parent = keys[need.place - 1] if need.place else None
-            if need.source == "device":
+        last = 0
+        for count, (place, source) in enumerate(needs):
+            key = keys[place]
+            parent = keys[place - 1] if place else None
+            if source == "device":
                 reason = self._demotion.start(idx, key, parent, group.find(key), load.tenant)
                 slot = 0 if reason else host.slot_of[key]
             else:
-                slot = self._fill(idx, key, parent, need.source, load.tenant)
+                slot = self._fill(idx, key, parent, source, load.tenant)
             if not slot:
-                return need.place
+                self._hold(load, idx, last, count)
+                return place
             self._wait_for(load, idx, slot)
-            self._hold(load, idx, slot)
+            if host.chained:
+                last = slot
+            else:
+                self._hold(load, idx, slot)
+        self._hold(load, idx, last, len(needs))
         return end if not needs or needs[-1].place == end - 1 or not host.chained else needs[-1].place + 1
 
     def _fill(self, idx: int, key: Key, parent: Key | None, name: str, tenant: str | None) -> int:
         shared, host = self._shared, self._shared.host[idx]
-        if not self._demotion.charge(tenant, host.slot_bytes):
+        if tenant is not None and not self._demotion.charge(tenant, host.slot_bytes):
             shared.stats["host"].refuse("quota")
             return 0
         slot = host.reserve(key, parent, tenant)
         if not slot:
             self._demotion.refund(tenant, host.slot_bytes)
             return 0
-        ticket = host.ticket_of[slot] = shared.ticket()
-        source, target = shared.place(name, idx), Location("host", idx, slot - 1)
-        shared.jobs.append(CopyJob(ticket, key, source, target, host.slot_bytes, -1, parent))
+        source, target = shared.place(name, idx), shared.host_places[idx][slot]
+        ticket = host.ticket_of[slot] = shared.copy(key, source, target, host.slot_bytes, -1, parent)
         shared.queued_bytes[name] += host.slot_bytes
-        self._copies[ticket] = _Copy(name, idx, slot, key)
+        self.copies[ticket] = (name, idx, slot, key)
         return slot
 
     def _hold_near(self, load: Load, wait: bool = True) -> None:
@@ -425,15 +427,33 @@ class Prefetch:
                         if wait and host.state[slot] == FILLING:
                             self._wait_for(load, idx, slot)
 
-    def _hold(self, load: Load, idx: int, slot: int) -> None:
-        self._shared.host[idx].pin(slot)
-        self._held[idx] += 1
-        load.held.append((idx, slot))
+    def _hold(self, load: Load, idx: int, slot: int, num_blocks: int = 1) -> None:
+        if slot:
+            self._shared.host[idx].pin(slot)
+            self._held[idx] += num_blocks
+            load.held.append((idx, slot, num_blocks))
+
+    def _hold_again(self, idx: int) -> None:
+        """Slots are gone, perhaps ones whose pin kept others: each load keeps what is left of its prefix."""
+        host = self._shared.host[idx]
+        for load in self._loads.values():
+            for n, (i, slot, num_blocks) in enumerate(load.held):
+                if i == idx and host.chained and host.state[slot] == DOOMED:
+                    host.unpin(slot)
+                    there = first_missing(load.keys, load.limit, host.slot_of)
+                    last = host.slot_of[load.keys[there - 1]] if there else 0
+                    if last:
+                        host.pin(last)
+                        load.held[n] = (idx, last, num_blocks)
+                    else:
+                        self._held[idx] -= num_blocks
+                        del load.held[n]
+                    break
 
     def _let_go(self, load: Load) -> None:
-        for idx, slot in load.held:
+        for idx, slot, num_blocks in load.held:
             self._shared.host[idx].unpin(slot)
-            self._held[idx] -= 1
+            self._held[idx] -= num_blocks
         load.held.clear()
 
     def _wait_for(self, load: Load, idx: int, slot: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lamella.kvtier.control.transfers import Descent, Shared
-from lamella.kvtier.jobs import CopyJob, Location, TicketId, TicketResult
+from lamella.kvtier.jobs import TicketId, TicketResult
 from lamella.kvtier.keys import Key, KeyChain
 
 Wanted = tuple[int, Sequence[int], Sequence[int]]
@@ -54,7 +54,7 @@ class Restores:
         self._unpin = unpin
         self._suspect = suspect
         self.active: list[Restore] = []
-        self._copies: dict[TicketId, tuple[int, int, int, int, Restore]] = {}
+        self.copies: dict[TicketId, tuple[int, int, int, int, Restore]] = {}
         """(group, host slot, device block, place, restore)."""
         self.poisoned: dict[int, None] = {}
         """Sequences to be taken."""
@@ -64,19 +64,19 @@ class Restores:
         shared, keys = self._shared, chain.keys
         first = min(places[0] for _, places, _ in wanted if places)
         restore = Restore(first, keys[first])
-        jobs, copies, ticket = shared.jobs, self._copies, shared.ticket
+        copies = self.copies
         for idx, places, blocks in wanted:
             host, pool = shared.host[idx], shared.groups[idx].pool
-            num_bytes = shared.groups[idx].group.bytes_per_block
+            num_bytes = host.slot_bytes
+            sources, targets = shared.host_places[idx], shared.device_places[idx]
+            listed, last_step = host.listed, pool.last_step
             for n, block in zip(places, blocks):
                 key = keys[n]
-                slot = host.listed[key]
+                slot = listed[key]
                 host.pin(slot)
                 pool.pin(block)
-                number = ticket()
-                source, target = Location("host", idx, slot - 1), Location("device", idx, block)
-                jobs.append(CopyJob(number, key, source, target, num_bytes, pool.last_step[block]))
-                copies[number] = (idx, slot, block, n, restore)
+                ticket = shared.copy(key, sources[slot], targets[block], num_bytes, last_step[block], None)
+                copies[ticket] = (idx, slot, block, n, restore)
             restore.num_left += len(places)
             shared.queued_bytes["host"] += num_bytes * len(places)
         self.active.append(restore)
@@ -96,15 +96,12 @@ class Restores:
                 num_blocks = restore.first
         return num_blocks
 
-    def complete(self, result: TicketResult) -> list[Descent] | None:
-        """None: not its ticket. Else the readers whose blocks may go down from now on."""
-        copy = self._copies.pop(result.ticket, None)
-        if copy is None:
-            return None
-        idx, slot, block, n, restore = copy
+    def complete(self, result: TicketResult) -> list[Descent]:
+        """One of the copies has ended. The readers whose blocks may go down from now on."""
+        idx, slot, block, n, restore = self.copies.pop(result.ticket)
         shared = self._shared
         stats = shared.stats["host"]
-        num_bytes = shared.groups[idx].group.bytes_per_block
+        num_bytes = shared.host[idx].slot_bytes
         shared.queued_bytes["host"] -= num_bytes
         restore.num_left -= 1
         if result.ok:
@@ -131,10 +128,10 @@ class Restores:
 
     def add_pins(self, host: Sequence[list[int]], device: Sequence[list[int]]) -> None:
         """Count its pins, for checks."""
-        for idx, slot, block, _, _ in self._copies.values():
+        for idx, slot, block, _, _ in self.copies.values():
             host[idx][slot] += 1
             device[idx][block] += 1
 
     @property
     def num_copies(self) -> int:
-        return len(self._copies)
+        return len(self.copies)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.transfers import Shared
-from lamella.kvtier.jobs import CopyJob, Location, TicketId, TicketResult
+from lamella.kvtier.jobs import TicketId, TicketResult
 from lamella.kvtier.keys import Key
 
 
@@ -23,13 +23,13 @@ class Stores:
         names = shared.plan.slow_tiers
         self._wanted: dict[str, deque[tuple[int, Key]]] = {name: deque() for name in names}
         self._storing: dict[str, set[tuple[int, Key]]] = {name: set() for name in names}
-        self._copies: dict[TicketId, tuple[str, int, int, Key, Key | None, int]] = {}
+        self.copies: dict[TicketId, tuple[str, int, int, Key, Key | None, int]] = {}
         """(tier, group, host slot, key, parent, epoch)."""
         self._epoch = 0
 
     @property
     def num_copies(self) -> int:
-        return len(self._copies)
+        return len(self.copies)
 
     @property
     def num_waiting(self) -> int:
@@ -38,8 +38,11 @@ class Stores:
     def queue_depth(self, name: str) -> int:
         return len(self._storing[name])
 
-    def want(self, idx: int, key: Key) -> None:
-        """A host slot's content should be below, too."""
+    def want(self, idx: int, slot: int) -> None:
+        """A host slot's content should be below, too. Nothing happens if it has none any more."""
+        key = self._shared.host[idx].key_of[slot]
+        if key is None:
+            return
         for name, wanted in self._wanted.items():
             if key in self._shared.books[name][idx]:
                 continue
@@ -65,26 +68,22 @@ class Stores:
             while wanted and len(storing) < self._shared.plan.max_storing:
                 self._start(name, *wanted.popleft())
 
-    def complete(self, result: TicketResult) -> bool:
-        """Whether it was its ticket."""
-        copy = self._copies.pop(result.ticket, None)
-        if copy is None:
-            return False
-        name, idx, slot, key, parent, epoch = copy
+    def complete(self, result: TicketResult) -> None:
+        """One of the copies has ended."""
+        name, idx, slot, key, parent, epoch = self.copies.pop(result.ticket)
         shared = self._shared
         host = shared.host[idx]
         if epoch == self._epoch:
             self._storing[name].remove((idx, key))
             if result.ok:
                 shared.books[name][idx].add(key, parent)
-                if host.slot_of.get(key) == slot:
+                if host.slot_of.get(key) == slot and host.has_children(slot):
                     self._want_children(name, idx, slot)
             else:
                 shared.count_failure(name, result)
         if result.ok:
             shared.stats[name].bytes_in += host.slot_bytes
         host.unpin(slot)
-        return True
 
     def reset(self) -> None:
         """What is under way does not count."""
@@ -95,7 +94,7 @@ class Stores:
 
     def add_pins(self, host: Sequence[list[int]]) -> None:
         """Count its pins, for checks."""
-        for _, idx, slot, _, _, _ in self._copies.values():
+        for _, idx, slot, _, _, _ in self.copies.values():
             host[idx][slot] += 1
 
     # ---- private ---------------------------------------------------------------------------------------------------
@@ -115,10 +114,9 @@ class Stores:
             return
         host.pin(slot)
         storing.add((idx, key))
-        ticket = shared.ticket()
-        source, target = Location("host", idx, slot - 1), shared.place(name, idx)
-        shared.jobs.append(CopyJob(ticket, key, source, target, host.slot_bytes, -1, parent))
-        self._copies[ticket] = (name, idx, slot, key, parent, self._epoch)
+        source, target = shared.host_places[idx][slot], shared.place(name, idx)
+        ticket = shared.copy(key, source, target, host.slot_bytes, -1, parent)
+        self.copies[ticket] = (name, idx, slot, key, parent, self._epoch)
 
     def _want_children(self, name: str, idx: int, slot: int) -> None:
         host, book, storing = self._shared.host[idx], self._shared.books[name][idx], self._storing[name]

@@ -9,8 +9,11 @@ from lamella.kvtier.control.groups import GroupBlocks
 from lamella.kvtier.control.host_tier import HostSlots
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.presence import PresenceBook
-from lamella.kvtier.jobs import Job, Location, TicketId, TicketResult
+from lamella.kvtier.jobs import CopyJob, Job, Location, TicketId, TicketResult
+from lamella.kvtier.keys import Key
 from lamella.kvtier.stats import TierStats
+
+_new = tuple.__new__
 
 
 class Descent:
@@ -51,16 +54,36 @@ class Shared:
         self.queued_bytes = dict.fromkeys(self.stats, 0)
         """Of copies from each tier towards the device that have not ended."""
         self.jobs: list[Job] = []
+        # made once: a copy would make two of them, and they are most of what a copy costs here
+        self.host_places = [
+            [Location("host", n, s - 1) for s in range(h.num_slots + 1)] for n, h in enumerate(self.host)
+        ]
+        self.device_places = [[Location("device", g.idx, b) for b in range(g.pool.num_blocks)] for g in groups]
+        self._slow_places = {name: [_slow_place(name, g.idx) for g in groups] for name in plan.slow_tiers}
         self._tickets = count(1)
 
+    def copy(
+        self, key: Key, source: Location, target: Location, num_bytes: int, after_step: int, parent: Key | None
+    ) -> TicketId:
+        """One more job; its ticket."""
+        ticket = next(self._tickets)
+        # what CopyJob(…) does, in half the time
+        self.jobs.append(_new(CopyJob, (ticket, key, source, target, num_bytes, after_step, parent)))
+        return ticket
+
     def ticket(self) -> TicketId:
+        """Of a question."""
         return next(self._tickets)
 
     def place(self, name: str, group: int) -> Location:
         """Where a slower tier keeps a group's records: the key says which."""
-        return Location("disk", group, 0) if name == "disk" else Location("external", group, 0, name)
+        return self._slow_places[name][group]
 
     def count_failure(self, name: str, result: TicketResult) -> None:
         """By kind: the first word of the error."""
         words = (result.error or "unknown").split(":")[0].split()
         self.stats[name].fail(words[0][:32] if words else "unknown")
+
+
+def _slow_place(name: str, group: int) -> Location:
+    return Location("disk", group, 0) if name == "disk" else Location("external", group, 0, name)
