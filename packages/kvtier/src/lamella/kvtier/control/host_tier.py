@@ -93,18 +93,12 @@ class HostSlots:
         """
         assert key not in self.slot_of
         above = self.slot_of[parent] if self.chained and parent is not None else 0
-        policy = self._policy
-        if above:
-            policy.withhold(above)  # it must not make room for what hangs on it
         if self._empty:
             slot = self._empty.pop()
-        elif len(policy):
-            slot = policy.pick()
-            self._evict(slot)
         else:
-            if above:
-                self._settle(above)
-            return 0
+            slot = self._make_room(above)
+            if not slot:
+                return 0
         assert self.pins[slot] == 0, f"slot {slot} was handed out while pinned"
         self.state[slot] = FILLING
         self.pins[slot] = 1
@@ -113,8 +107,10 @@ class HostSlots:
         self.slot_of[key] = slot
         if above:
             self.parent_of[slot] = above
-            self._children[above].add(slot)
-            policy.withhold(above)  # offered again, if it was its last leaf that was evicted
+            siblings = self._children[above]
+            if not siblings:
+                self._policy.withhold(above)
+            siblings.add(slot)
         if tenant is not None:
             self._tenant_of[slot] = tenant
         return slot
@@ -154,7 +150,7 @@ class HostSlots:
     def pin(self, slot: int) -> None:
         """It is read, or must stay; in a chained group all that it hangs on stays as well, unless dropped."""
         assert self.state[slot] in (FILLING, READY), f"slot {slot} is pinned in state {self.state[slot]}"
-        if not self.pins[slot]:
+        if not self.pins[slot] and not self._children[slot]:
             self._policy.withhold(slot)
         self.pins[slot] += 1
 
@@ -182,6 +178,18 @@ class HostSlots:
         return ((tenant, self.slot_bytes) for tenant in self._tenant_of.values())
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _make_room(self, above: int) -> int:
+        """Evict a leaf, but not the slot on which the newcomer is to hang; 0 if there is none."""
+        policy = self._policy
+        if above:
+            policy.withhold(above)
+        slot = policy.pick() if len(policy) else 0
+        if slot:
+            self._evict(slot)
+        if above:
+            self._settle(above)
+        return slot
 
     def _settle(self, slot: int) -> None:
         if self.state[slot] == READY and not self.pins[slot] and not self._children[slot]:

@@ -120,9 +120,9 @@ class Stores:
 
     def _want_children(self, name: str, idx: int, slot: int) -> None:
         host, book, storing = self._shared.host[idx], self._shared.books[name][idx], self._storing[name]
-        for child in sorted(host.children(slot)):
+        for child in host.children(slot):
             key = host.key_of[child]
-            if key in host.listed and key not in book and (idx, key) not in storing:
+            if key in host.listed and (idx, key) not in storing and key not in book:
                 assert key is not None
                 self._want_next(name, idx, key)
 
