@@ -3,8 +3,8 @@
     python packages/kvtier/bench/control.py [--json FILE]
 
 Costs are per block of one full group and one call each over many blocks, the best of several rounds; copies cost
-nothing here. Lookups have their keys given. Hit ratios are tokens found on device or host, of all tokens asked for; the device
-holds a quarter of the host's blocks.
+nothing here. Lookups have their keys given. Hit ratios are tokens found on device or host, of all tokens asked for;
+the device holds a quarter of the host's blocks.
 
 lookup           begin_load of a prefix that device, host, disk and an external manager hold up to four points
 restore          acquire with hits in the host, and the jobs

@@ -12,7 +12,6 @@ Nothing here blocks, allocates device memory or looks at a clock. A broken invar
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,13 +19,14 @@ from lamella.kvtier.control.audit import audit
 from lamella.kvtier.control.groups import GroupBlocks, longest_match, make_group
 from lamella.kvtier.control.lower_tiers import LowerTiers
 from lamella.kvtier.control.plan import TierPlan
-from lamella.kvtier.control.pool import FILLING, SEALED
+from lamella.kvtier.control.pool import SEALED
 from lamella.kvtier.control.prefetch import LoadState
+from lamella.kvtier.control.shelf import Shelf
 from lamella.kvtier.control.transfers import Descent
 from lamella.kvtier.errors import CapacityError, LayoutError
-from lamella.kvtier.events import BlockRemoved, BlockStored, Cleared, Event
+from lamella.kvtier.events import BlockStored, Cleared, Event
 from lamella.kvtier.jobs import Job, TierEvent
-from lamella.kvtier.keys import Key, KeyChain
+from lamella.kvtier.keys import KeyChain
 from lamella.kvtier.layout import NULL_BLOCK, Layout
 from lamella.kvtier.stats import Counters, GroupUsage, TierStats
 
@@ -86,17 +86,19 @@ class TierManager:
         self.layout = layout
         self.block_size = sizes.pop()
         self.counters = Counters()
-        self.num_released = 0
-        """Blocks that became free so far: an acquire that was refused need not be repeated before this moves."""
+        self._shelf = Shelf(self.counters, max_events)
         self._groups = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
         self._holdings: dict[SequenceId, Holding] = {}
         self._below: LowerTiers | None = None
         if tiers is not None:
             self._below = LowerTiers(tiers, self._groups, self._holdings, self.unpin, self._suspect)
-        self._max_events = max_events
-        self._events: deque[Event] = deque()
         self.slides = any(group.slides for group in self._groups)
         """Whether slide() has anything to do."""
+
+    @property
+    def num_released(self) -> int:
+        """Blocks that became free so far: an acquire that was refused need not be repeated before this moves."""
+        return self._shelf.num_released
 
     # ---- what fits -------------------------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class TierManager:
             for block in found:
                 group.pool.share(block)
             taken = group.pool.take(new)
-            self._note_evictions(group)
+            self._shelf.note_evictions(group)
             if wanted:
                 assert chain is not None
                 found = self._list_loaded(group, chain, wanted[group.idx], found, taken, hit)
@@ -228,7 +230,7 @@ class TierManager:
                     table.extend(taken)
                     blocks.append((group.idx, start, taken))
                     if group.evicted:
-                        self._note_evictions(group)
+                        self._shelf.note_evictions(group)
             growths.append(Growth(sequence, min(map(len, tables)) * size, blocks))
         return growths
 
@@ -254,8 +256,8 @@ class TierManager:
                     group.pool.seal(block)
                     if not group.index.add(key, parent, block):
                         self.counters.duplicate_blocks += 1
-                    elif self._max_events:
-                        self._note(BlockStored(group.idx, key, chain.parent(n), block))
+                    elif self._shelf.max_events:
+                        self._shelf.note(BlockStored(group.idx, key, chain.parent(n), block))
             self.counters.sealed_blocks += full - first
             holding.sealed = full
             if holding.below is not None:
@@ -277,7 +279,7 @@ class TierManager:
             left = holding.left[group.idx]
             edge = min(group.left_edge(computed_len), len(table))
             for n in range(edge - 1, left - 1, -1):
-                self._drop(group, table[n], last_step)
+                self._shelf.drop(group, table[n], last_step)
                 table[n] = NULL_BLOCK
             holding.left[group.idx] = max(left, edge)
 
@@ -298,7 +300,7 @@ class TierManager:
         kept = -(-planned_len // size)
         for group, table in zip(self._groups, holding.tables):
             for block in reversed(table[kept:]):
-                self._drop(group, block, last_step)
+                self._shelf.drop(group, block, last_step)
             del table[kept:]
         return min(map(len, holding.tables)) * size
 
@@ -317,10 +319,10 @@ class TierManager:
         del self._holdings[sequence]
         for group, table in zip(self._groups, holding.tables):
             if discard:
-                self._disown(group, table)
+                self._shelf.disown(group, table)
             for block in reversed(table):
                 if block != NULL_BLOCK:
-                    self._drop(group, block, last_step)
+                    self._shelf.drop(group, block, last_step)
 
     def holds(self, sequence: SequenceId) -> bool:
         return sequence in self._holdings
@@ -418,12 +420,12 @@ class TierManager:
         """The copy has ended. A block that nobody holds any more can be reused from now on."""
         books = self._groups[group]
         if books.pool.unpin(block_id):
-            self.num_released += 1
+            self._shelf.num_released += 1
             parent = books.index.parent_of(block_id)
             if books.pool.state[block_id] == SEALED:
-                self._shelve(books, block_id)
+                self._shelf.shelve(books, block_id)
                 if not books.slides:
-                    self._refresh_prefix(books, parent)
+                    self._shelf.refresh_prefix(books, parent)
             else:
                 books.pool.discard(block_id)
 
@@ -436,13 +438,13 @@ class TierManager:
         for group in self._groups:
             keys = set(group.index)
             dropped += len(keys)
-            self._unlist(group, keys)
+            self._shelf.unlist(group, keys)
         for holding in self._holdings.values():
             holding.caching = False
         if self._below is not None:
             self._below.reset()
-        if self._max_events:
-            self._note(Cleared())
+        if self._shelf.max_events:
+            self._shelf.note(Cleared())
         return dropped
 
     def usage(self) -> list[GroupUsage]:
@@ -474,9 +476,7 @@ class TierManager:
 
     def take_events(self) -> list[Event]:
         """Events since the last call, oldest first."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._shelf.take_events()
 
     def check(self) -> None:
         """Assert every invariant of the books. Walks all blocks: for tests and idle moments."""
@@ -502,8 +502,8 @@ class TierManager:
         for n, block in zip(places, taken):
             group.pool.seal(block)
             group.index.add(keys[n], keys[n - 1] if n else None, block)
-            if self._max_events:
-                self._note(BlockStored(group.idx, keys[n], chain.parent(n), block))
+            if self._shelf.max_events:
+                self._shelf.note(BlockStored(group.idx, keys[n], chain.parent(n), block))
         if not group.slides:
             return found + wanted[2]
         loaded = dict(zip(places, wanted[2]))
@@ -515,92 +515,8 @@ class TierManager:
         from it can be hit; who goes on computing from it seals no more."""
         suspect = {key for chain in chains for key in chain.keys[place:]}
         for group in self._groups:
-            self._forget_all(group, {key for key in suspect if key in group.index})
+            self._shelf.forget_all(group, {key for key in suspect if key in group.index})
         for holding in self._holdings.values():
             chain = holding.chain
             if chain is not None and place < holding.sealed and chain.keys[place] == chains[0].keys[place]:
                 holding.caching = False
-
-    def _drop(self, group: GroupBlocks, block: int, last_step: int) -> None:
-        """Drop one reference; the block is cached or empty if that was the last."""
-        pool = group.pool
-        if not pool.unref(block, last_step):
-            return
-        self.num_released += 1
-        if pool.pins[block]:
-            return
-        if pool.state[block] == FILLING:
-            pool.discard(block)
-        else:
-            self._shelve(group, block)
-
-    def _shelve(self, group: GroupBlocks, block: int) -> None:
-        """A sealed block that nobody holds: cached if it can be hit and is the only copy of its content."""
-        pool, index = group.pool, group.index
-        key = index.key_of(block)
-        if key is None:
-            pool.discard(block)
-        elif index.has_copies(key):
-            self._leave_to_copies(group, block, key)
-            pool.discard(block)
-        else:
-            pool.keep(block)
-
-    def _leave_to_copies(self, group: GroupBlocks, block: int, key: Key) -> None:
-        """Unlist a block; the others with its content stand in for it, as recent as it would be."""
-        group.index.remove(block)
-        for other in group.index.blocks(key):
-            if group.pool.is_candidate(other):
-                group.pool.refresh(other)
-
-    def _refresh_prefix(self, group: GroupBlocks, key: Key | None) -> None:
-        """A block became a candidate later than its prefix: let the prefix be reused later still."""
-        index, pool = group.index, group.pool
-        while key is not None:
-            copies = index.blocks(key)
-            if not all(pool.is_candidate(block) for block in copies):
-                return  # in use, and so is everything left of it
-            for block in copies:
-                pool.refresh(block)
-            key = index.parent_of(copies[0])
-
-    def _disown(self, group: GroupBlocks, table: list[int]) -> None:
-        """Unlist what only this table's owner uses, and everything that hangs on it."""
-        index = group.index
-        doomed: set[Key] = set()
-        for block in reversed(table):
-            key = index.key_of(block) if block != NULL_BLOCK and group.pool.refs[block] == 1 else None
-            if key is None:
-                continue
-            if index.has_copies(key):
-                self._leave_to_copies(group, block, key)  # somebody else computed the same on his own
-            else:
-                doomed.add(key)
-        self._forget_all(group, doomed)
-
-    def _forget_all(self, group: GroupBlocks, keys: set[Key]) -> None:
-        self._unlist(group, keys if group.slides else group.index.descendants(keys))
-
-    def _unlist(self, group: GroupBlocks, keys: set[Key]) -> None:
-        """These contents can no longer be hit; blocks that nobody holds become empty."""
-        index, pool = group.index, group.pool
-        for key in keys:
-            for block in index.blocks(key):
-                index.remove(block)
-                if not pool.refs[block] and not pool.pins[block]:
-                    pool.discard(block)
-            if self._max_events:
-                self._note(BlockRemoved(group.idx, key))
-
-    def _note_evictions(self, group: GroupBlocks) -> None:
-        self.counters.evicted_blocks += len(group.evicted)
-        if self._max_events:
-            for key in group.evicted:
-                self._note(BlockRemoved(group.idx, key))
-        group.evicted.clear()
-
-    def _note(self, event: Event) -> None:
-        if len(self._events) >= self._max_events:
-            self._events.popleft()
-            self.counters.dropped_events += 1
-        self._events.append(event)
