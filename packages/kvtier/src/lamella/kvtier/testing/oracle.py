@@ -244,6 +244,7 @@ class NaiveLowerTiers(NaiveTiers):
             if group.num_free() - leaving - new < headroom:
                 return None
             plans.append((table, new))
+        any_restored = any(None in table for table, _ in plans)
         for group, host, (table, new) in zip(self.groups, self.hosts, plans):
             for place in table:
                 if place is not None:
@@ -266,6 +267,8 @@ class NaiveLowerTiers(NaiveTiers):
                 host.use(self._content(salt, token_ids, there - 1), self.now)
             self.done[sequence] = min(self.done.get(sequence, hit), there)
         self.sequences[sequence] = NaiveSequence(salt, cached, [table for table, _ in plans], hit)
+        if any_restored:
+            self.demote(sequence, token_ids)  # the copies have ended: what another group's host lacks goes down
         return hit * self.size
 
     def seal(self, sequence: int, token_ids: Sequence[int], computed_len: int) -> None:
