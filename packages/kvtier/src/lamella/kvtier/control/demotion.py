@@ -135,9 +135,10 @@ class Demotion:
         for idx, host in enumerate(shared.host):
             if key in host.slot_of:
                 continue
-            block: int | None = tables[idx][n]
+            block: int | None = tables[idx][n] if idx < len(tables) else NULL_BLOCK
             if block == NULL_BLOCK:
-                block = shared.groups[idx].index.find(key)  # left of the window, but perhaps still there
+                # left of the window, or a snapshot if there is one here: perhaps nobody's, but still there
+                block = shared.groups[idx].index.find(key)
                 if block is None:
                     continue
             assert block is not None

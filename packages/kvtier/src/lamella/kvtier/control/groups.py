@@ -16,7 +16,6 @@ from typing import Protocol
 from lamella.kvtier.control.eviction.lru import Lru
 from lamella.kvtier.control.pool import Pool
 from lamella.kvtier.control.prefix_index import PrefixIndex
-from lamella.kvtier.errors import LayoutError
 from lamella.kvtier.keys import Key
 from lamella.kvtier.layout import Group
 
@@ -63,6 +62,9 @@ class GroupBlocks:
         """Keys whose last copy was evicted since the manager last looked."""
 
     slides = False
+    chained = True
+    """Whether a block can be hit only behind the block before it."""
+    is_state = False
 
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
         """Longest prefix, in blocks and at most max_blocks, of which this group holds what is read later."""
@@ -83,6 +85,10 @@ class GroupBlocks:
     def entry_len(self, num_tokens: int, chunk_end: int) -> int:
         """Slots that a new sequence gets: here the whole prompt, so that a chunk never fails half-way."""
         return num_tokens
+
+    def num_new(self, num_tokens: int, chunk_end: int, hit: int) -> int:
+        """Blocks that a new sequence gets beside its hit of so many blocks."""
+        return max(0, -(-self.entry_len(num_tokens, chunk_end) // self.block_size) - hit)
 
     def max_chunk_len(self, max_len: int) -> int:
         """Most tokens of one step for a sequence of up to max_len tokens that is alone."""
@@ -107,7 +113,7 @@ class GroupBlocks:
         assert key is not None
         if self.index.remove(block_id):
             self.evicted.append(key)
-            if self.pool.pinned and not self.slides:
+            if self.pool.pinned and self.chained:
                 self._forget_orphans(key)
 
     def _forget_orphans(self, key: Key) -> None:
@@ -128,6 +134,7 @@ class SlidingBlocks(GroupBlocks):
     """A group of which only the last window of tokens is read."""
 
     slides = True
+    chained = False
 
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
         return self.match_over(keys, max_blocks, ())
@@ -165,15 +172,6 @@ class SlidingBlocks(GroupBlocks):
         if self.max_chunk_len(1 << 62) >= 1:
             return 1 << 62
         return super().max_len()
-
-
-def make_group(idx: int, group: Group, num_blocks: int) -> GroupBlocks:
-    """The books of one group, by its kind."""
-    if group.kind == "full":
-        return GroupBlocks(idx, group, num_blocks)
-    if group.kind == "sliding":
-        return SlidingBlocks(idx, group, num_blocks)
-    raise LayoutError(f"group {group.name}: kind {group.kind} is not kept by this version, only full and sliding are")
 
 
 def longest_match(groups: Sequence[Matches], keys: Sequence[Key], max_blocks: int) -> int:

@@ -16,21 +16,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamella.kvtier.control.audit import audit
-from lamella.kvtier.control.groups import GroupBlocks, longest_match, make_group
+from lamella.kvtier.control.groups import GroupBlocks, SlidingBlocks, longest_match
 from lamella.kvtier.control.lower_tiers import LowerTiers
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.pool import SEALED
 from lamella.kvtier.control.prefetch import LoadState
 from lamella.kvtier.control.shelf import Shelf
+from lamella.kvtier.control.states import StateBlocks, States
 from lamella.kvtier.control.transfers import Descent
 from lamella.kvtier.errors import CapacityError, LayoutError
 from lamella.kvtier.events import BlockStored, Cleared, Event
 from lamella.kvtier.jobs import Job, TierEvent
 from lamella.kvtier.keys import KeyChain
-from lamella.kvtier.layout import NULL_BLOCK, Layout
+from lamella.kvtier.layout import NULL_BLOCK, Group, Layout
 from lamella.kvtier.stats import Counters, GroupUsage, TierStats
 
 SequenceId = int
+
+KINDS: dict[str, type[GroupBlocks]] = {"full": GroupBlocks, "sliding": SlidingBlocks, "state": StateBlocks}
 
 
 class Acquired(NamedTuple):
@@ -45,6 +48,8 @@ class Acquired(NamedTuple):
     loaded_len: int = 0
     """Tokens of cached_len that come from the host tier: copies into their blocks are among the jobs, and every step
     that is submitted later waits for them."""
+    snapshots: tuple[int, ...] = ()
+    """Per group of states: the block to copy into the live state before the first step; empty: there is none."""
 
 
 class Growth(NamedTuple):
@@ -59,12 +64,14 @@ class Growth(NamedTuple):
 class Holding:
     """The books of one sequence."""
 
-    __slots__ = ("below", "caching", "chain", "left", "sealed", "tables")
+    __slots__ = ("below", "caching", "chain", "hit", "left", "sealed", "states", "tables")
 
     def __init__(self, chain: KeyChain | None, sealed: int, tables: list[list[int]], left: list[int]) -> None:
         self.chain = chain
         self.caching = chain is not None
         """Whether full blocks get keys."""
+        self.hit = sealed
+        """Leading blocks that were there when it entered."""
         self.sealed = sealed
         """Number of leading blocks that are sealed (or null)."""
         self.tables = tables
@@ -72,6 +79,8 @@ class Holding:
         """Per group: leading blocks that are null."""
         self.below: Descent | None = None
         """How far its blocks have gone down; None: they stay on the device."""
+        self.states: States | None = None
+        """Its blocks in groups of states; None: there are none."""
 
 
 class TierManager:
@@ -87,11 +96,16 @@ class TierManager:
         self.block_size = sizes.pop()
         self.counters = Counters()
         self._shelf = Shelf(self.counters, max_events)
-        self._groups = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
+        self._all = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
+        self._groups = tuple(group for group in self._all if not group.is_state)
+        """Those whose blocks are tokens': they come first."""
+        self._states = self._all[len(self._groups) :]
+        if not self._groups or any(group.is_state for group in self._all[: len(self._groups)]):
+            raise LayoutError("groups of states come after at least one full or sliding group")
         self._holdings: dict[SequenceId, Holding] = {}
         self._below: LowerTiers | None = None
         if tiers is not None:
-            self._below = LowerTiers(tiers, self._groups, self._holdings, self.unpin, self._suspect)
+            self._below = LowerTiers(tiers, self._all, self._holdings, self.unpin, self._suspect)
         self.slides = any(group.slides for group in self._groups)
         """Whether slide() has anything to do."""
 
@@ -105,7 +119,7 @@ class TierManager:
     @property
     def max_len(self) -> int:
         """Longest sequence that fits when it is alone."""
-        return min(group.max_len() for group in self._groups)
+        return min(group.max_len() for group in self._all)
 
     def max_chunk_len(self, max_len: int) -> int:
         """Most tokens that one step may compute of a lone sequence of up to max_len tokens, at least 1."""
@@ -151,7 +165,7 @@ class TierManager:
         if chain is not None:
             limit = num_tokens - 1 if max_hit_len is None else min(num_tokens - 1, max_hit_len)
             keys = chain.extend(token_ids)
-            hit = device = longest_match(self._groups, keys, limit // size)
+            hit = device = longest_match(self._all, keys, limit // size)
             if below is not None and hit < limit // size:
                 hit = longest_match(below.near, keys, limit // size)
                 if hit > device:
@@ -160,7 +174,7 @@ class TierManager:
         shared: list[list[int]] = []
         missing: list[int] = []
         wanted: list[tuple[int, list[int], list[int]]] = []  # places in the tables that the host fills
-        for group in self._groups:
+        for group in self._all:
             pool = group.pool
             left = min(group.left_edge(hit * size), hit)
             if chain is None:
@@ -171,7 +185,7 @@ class TierManager:
                 places = [n for n in range(left, hit) if chain.keys[n] not in group.index]
                 found = [group.find(key) for key in chain.keys[left:hit] if key in group.index]
                 wanted.append((group.idx, places, []))
-            new = max(0, -(-(group.entry_len(num_tokens, end) + spare_len) // size) - hit)
+            new = group.num_new(num_tokens + spare_len, end + spare_len, hit)
             if wanted:
                 new += len(wanted[-1][1])
             free = pool.num_free - sum(1 for block in found if pool.is_candidate(block))
@@ -182,7 +196,8 @@ class TierManager:
             missing.append(new)
         tables: list[list[int]] = []
         left_of: list[int] = []
-        for group, found, new in zip(self._groups, shared, missing):
+        states = States([], []) if self._states else None
+        for group, found, new in zip(self._all, shared, missing):
             for block in found:
                 group.pool.share(block)
             taken = group.pool.take(new)
@@ -191,9 +206,15 @@ class TierManager:
                 assert chain is not None
                 found = self._list_loaded(group, chain, wanted[group.idx], found, taken, hit)
                 taken = taken[len(wanted[group.idx][1]) :]
+            if group.is_state:
+                assert states is not None
+                states.live.append(taken)
+                states.source += found
+                continue
             tables.append([NULL_BLOCK] * (hit - len(found)) + found + taken)
             left_of.append(hit - len(found))
         holding = self._holdings[sequence] = Holding(chain, hit, tables, left_of)
+        holding.states = states
         if below is not None:
             assert chain is not None
             holding.below = below.enter(sequence, chain, hit, device, num_tokens, tenant)
@@ -206,7 +227,11 @@ class TierManager:
         if chain is not None:
             counters.queried_tokens += num_tokens
             counters.hit_tokens += hit * size
-        return Acquired(hit * size, min(map(len, tables)) * size, tuple(map(list, tables)), (hit - device) * size)
+        covered_len = min(map(len, tables)) * size
+        if states is None:
+            return Acquired(hit * size, covered_len, tuple(map(list, tables)), (hit - device) * size)
+        given = tuple(map(list, [*tables, *states.live]))
+        return Acquired(hit * size, covered_len, given, (hit - device) * size, tuple(states.source))
 
     def extend(self, rows: Sequence[tuple[SequenceId, int]]) -> list[Growth]:
         """Cover [0, new_len) of each (sequence, new_len), in order, each in all groups or not at all.
@@ -260,10 +285,32 @@ class TierManager:
                         self._shelf.note(BlockStored(group.idx, key, chain.parent(n), block))
             self.counters.sealed_blocks += full - first
             holding.sealed = full
+            if holding.states is not None:
+                self._seal_snapshots(holding, full)
             if holding.below is not None:
                 assert self._below is not None
                 self._below.demote(holding)
         return (full + 1) * size
+
+    def snapshot(self, sequence: SequenceId, at_len: int) -> tuple[int, ...] | None:
+        """Blocks, one per group of states, into which the step that ends at at_len copies the live state; None if they
+        do not fit, and nothing has changed. seal() makes them hits for others once at_len is computed.
+
+        at_len: a multiple of block_size, beyond what is sealed. A sequence that is not cached takes none.
+        """
+        holding = self._holdings[sequence]
+        states = holding.states
+        assert states is not None
+        place = at_len // self.block_size
+        assert at_len % self.block_size == 0, f"a snapshot at {at_len}, blocks are {self.block_size} tokens"
+        assert place > holding.sealed, f"a snapshot at {at_len}, but {holding.sealed} blocks are sealed"
+        if not holding.caching or any(group.pool.num_free < 1 for group in self._states):
+            return None
+        if place not in states.planned:
+            states.planned[place] = [group.pool.take(1)[0] for group in self._states]
+            for group in self._states:
+                self._shelf.note_evictions(group)
+        return tuple(states.planned[place])
 
     def slide(self, sequence: SequenceId, computed_len: int, last_step: int) -> None:
         """Return the blocks that no token from computed_len on reads: sliding groups, wholly left of the window.
@@ -298,6 +345,10 @@ class TierManager:
         assert committed_len >= holding.sealed * size, f"{committed_len} committed, but {holding.sealed} blocks sealed"
         assert planned_len >= committed_len
         kept = -(-planned_len // size)
+        if holding.states is not None:
+            for place in [place for place in holding.states.planned if place > planned_len // size]:
+                for group, block in zip(self._states, holding.states.planned.pop(place)):
+                    self._shelf.drop(group, block, last_step)
         for group, table in zip(self._groups, holding.tables):
             for block in reversed(table[kept:]):
                 self._shelf.drop(group, block, last_step)
@@ -317,6 +368,8 @@ class TierManager:
                 self._below.demote(holding)
             self._below.forget(sequence)
         del self._holdings[sequence]
+        if holding.states is not None:
+            self._drop_states(holding, last_step, discard)
         for group, table in zip(self._groups, holding.tables):
             if discard:
                 self._shelf.disown(group, table)
@@ -334,9 +387,12 @@ class TierManager:
     def num_reclaimable(self, sequence: SequenceId) -> tuple[int, ...]:
         """Per group: blocks that would be free if the sequence were released."""
         holding = self._holdings[sequence]
+        tables = list(holding.tables)
+        if holding.states is not None:
+            tables += [holding.states.blocks(n) for n in range(len(self._states))]
         return tuple(
             sum(1 for block in table if block != NULL_BLOCK and group.pool.refs[block] + group.pool.pins[block] == 1)
-            for group, table in zip(self._groups, holding.tables)
+            for group, table in zip(self._all, tables)
         )
 
     # ---- tiers below the device ------------------------------------------------------------------------------------
@@ -411,20 +467,20 @@ class TierManager:
     def pin(self, group: int, block_id: int) -> int:
         """A copy is about to read or write this block: it will not be handed out before unpin(). Returns the step that
         the copy has to wait for, -1 if none."""
-        pool = self._groups[group].pool
+        pool = self._all[group].pool
         last_step = -1 if pool.refs[block_id] else pool.last_step[block_id]
         pool.pin(block_id)
         return last_step
 
     def unpin(self, group: int, block_id: int) -> None:
         """The copy has ended. A block that nobody holds any more can be reused from now on."""
-        books = self._groups[group]
+        books = self._all[group]
         if books.pool.unpin(block_id):
             self._shelf.num_released += 1
             parent = books.index.parent_of(block_id)
             if books.pool.state[block_id] == SEALED:
                 self._shelf.shelve(books, block_id)
-                if not books.slides:
+                if books.chained:
                     self._shelf.refresh_prefix(books, parent)
             else:
                 books.pool.discard(block_id)
@@ -435,7 +491,7 @@ class TierManager:
         """Nothing that is cached now can be hit later (after new weights, say). Running sequences keep their blocks and
         seal no more. Returns the number of contents dropped."""
         dropped = 0
-        for group in self._groups:
+        for group in self._all:
             keys = set(group.index)
             dropped += len(keys)
             self._shelf.unlist(group, keys)
@@ -457,13 +513,13 @@ class TierManager:
                 g.pool.num_cached,
                 g.pool.num_free - g.pool.num_cached,
             )
-            for g in self._groups
+            for g in self._all
         ]
 
     @property
     def in_use(self) -> float:
         """Share of blocks in use, of the group that is fullest."""
-        return max(1.0 - g.pool.num_free / g.pool.capacity for g in self._groups)
+        return max(1.0 - g.pool.num_free / g.pool.capacity for g in self._all)
 
     @property
     def capacity(self) -> int:
@@ -472,7 +528,7 @@ class TierManager:
 
     def num_free(self, group: int) -> int:
         """Blocks of one group that can be handed out."""
-        return self._groups[group].pool.num_free
+        return self._all[group].pool.num_free
 
     def take_events(self) -> list[Event]:
         """Events since the last call, oldest first."""
@@ -480,7 +536,7 @@ class TierManager:
 
     def check(self) -> None:
         """Assert every invariant of the books. Walks all blocks: for tests and idle moments."""
-        audit(self._groups, self._holdings)
+        audit(self._all, self._holdings)
         if self._below is not None:
             self._below.check()
 
@@ -504,19 +560,54 @@ class TierManager:
             group.index.add(keys[n], keys[n - 1] if n else None, block)
             if self._shelf.max_events:
                 self._shelf.note(BlockStored(group.idx, keys[n], chain.parent(n), block))
-        if not group.slides:
+        if group.chained:
             return found + wanted[2]
         loaded = dict(zip(places, wanted[2]))
         rest = iter(found)
         return [loaded[n] if n in loaded else next(rest) for n in range(hit - len(found) - len(places), hit)]
 
+    def _seal_snapshots(self, holding: Holding, full: int) -> None:
+        """Snapshots up to here are hits for others from now on, and what the sequence went on from is left to them."""
+        states, chain = holding.states, holding.chain
+        assert states is not None
+        assert chain is not None
+        for group, block in zip(self._states, states.source):
+            self._shelf.drop(group, block, -1)
+        states.source = []
+        for place in sorted(place for place in states.planned if place <= full):
+            key, parent = chain.keys[place - 1], chain.keys[place - 2] if place > 1 else None
+            for group, block in zip(self._states, states.planned.pop(place)):
+                group.pool.seal(block)
+                if group.index.add(key, parent, block) and self._shelf.max_events:
+                    self._shelf.note(BlockStored(group.idx, key, chain.parent(place - 1), block))
+                self._shelf.drop(group, block, -1)
+
+    def _drop_states(self, holding: Holding, last_step: int, discard: bool) -> None:
+        """The sequence is gone: live states, and snapshots that were not written, with it. discard: what it has sealed
+        is not to be trusted, either."""
+        states, chain = holding.states, holding.chain
+        assert states is not None
+        for n, group in enumerate(self._states):
+            for block in states.blocks(n):
+                self._shelf.drop(group, block, last_step)
+            if discard and chain is not None:
+                taken = chain.keys[holding.hit : holding.sealed]
+                self._shelf.forget_all(group, {key for key in taken if key in group.index})
+
     def _suspect(self, chains: Sequence[KeyChain], place: int) -> None:
         """A copy into the block at this place of these sequences' tables has failed: neither it nor what was computed
         from it can be hit; who goes on computing from it seals no more."""
         suspect = {key for chain in chains for key in chain.keys[place:]}
-        for group in self._groups:
+        for group in self._all:
             self._shelf.forget_all(group, {key for key in suspect if key in group.index})
         for holding in self._holdings.values():
             chain = holding.chain
             if chain is not None and place < holding.sealed and chain.keys[place] == chains[0].keys[place]:
                 holding.caching = False
+
+
+def make_group(idx: int, group: Group, num_blocks: int) -> GroupBlocks:
+    """The books of one group, by its kind."""
+    if group.kind not in KINDS:
+        raise LayoutError(f"group {group.name}: kind {group.kind} is not kept by this version, only {', '.join(KINDS)}")
+    return KINDS[group.kind](idx, group, num_blocks)

@@ -96,7 +96,7 @@ class Shelf:
         self.forget_all(group, doomed)
 
     def forget_all(self, group: GroupBlocks, keys: set[Key]) -> None:
-        self.unlist(group, keys if group.slides else group.index.descendants(keys))
+        self.unlist(group, group.index.descendants(keys) if group.chained else keys)
 
     def unlist(self, group: GroupBlocks, keys: set[Key]) -> None:
         """These contents can no longer be hit; blocks that nobody holds become empty."""

@@ -44,11 +44,11 @@ class Shared:
         self.groups = groups
         self.block_size = groups[0].block_size
         self.host = tuple(
-            HostSlots(slots, plan.eviction, not group.slides, group.group.bytes_per_block)
+            HostSlots(slots, plan.eviction, group.chained, group.group.bytes_per_block)
             for slots, group in zip(plan.host_slots, groups)
         )
         self.books: Mapping[str, tuple[PresenceBook, ...]] = {
-            name: tuple(PresenceBook(not group.slides) for group in groups) for name in plan.slow_tiers
+            name: tuple(PresenceBook(group.chained) for group in groups) for name in plan.slow_tiers
         }
         self.stats = {name: TierStats() for name in ("host", *plan.slow_tiers)}
         self.queued_bytes = dict.fromkeys(self.stats, 0)
