@@ -36,6 +36,8 @@ class Row:
         self.tiers = tiers
         self.computed_len = 0
         self.covered_len = 0
+        self.live: list[int] = []
+        self.source: tuple[int, ...] = ()
         self.tainted = False
         """It has read garbage, while nobody knew yet that a copy had failed."""
 
@@ -51,6 +53,9 @@ class World:
             Group(f"g{i}", "full" if w is None else "sliding", self.size, 8, window=w)
             for i, w in enumerate(self.windows)
         )
+        self.has_states = rng.random() < 0.3
+        if self.has_states:
+            groups += (Group("states", "state", self.size, 8, num_columns=rng.choice((1, 2))),)
         longest = -(-26 // self.size)
         self.layout = Layout(groups, tuple(longest + rng.randint(3, 12) for _ in groups))
         self.externals = ("shop",) if rng.random() < 0.4 else ()
@@ -163,6 +168,10 @@ class World:
         assert got.cached_len < len(row.ids)
         self.seen.update(entered=1, cached=got.cached_len, loaded=got.loaded_len)
         row.computed_len, row.covered_len, row.tainted = got.cached_len, got.covered_len, False
+        if self.has_states:
+            row.live, row.source = got.tables[-1], got.snapshots
+            assert len(row.live) == self.layout.groups[-1].num_columns
+            assert bool(row.source) == bool(got.cached_len)
         self.running[sequence] = self.waiting.pop(sequence)
 
     def compute(self) -> None:
@@ -179,11 +188,18 @@ class World:
             if not grown:
                 return
             row.covered_len = grown[0].covered_len
+        snapshot = None
+        if self.has_states and end // self.size > row.computed_len // self.size and rng.random() < 0.7:
+            end = end // self.size * self.size
+            count = end - row.computed_len
+            snapshot = self.manager.snapshot(sequence, end)
         self.fakes.submit(self.manager.take_jobs())
         self.untold += self.fakes.poll(only_restores=True)
         self.step += 1
         self.fakes.steps_run = self.step
         self.write(sequence, row, row.computed_len, count)
+        if self.has_states:
+            self.advance_state(sequence, row, end, snapshot)
         row.computed_len = end
         if end == len(row.ids):
             row.ids.append(rng.randrange(5))
@@ -318,6 +334,28 @@ class World:
                 slots[position % self.size] = GARBAGE if row.tainted else (row.salt, *row.ids[: position + 1])
                 self.memory[group][block] = tuple(slots)
 
+    def advance_state(self, sequence: int, row: Row, end: int, snapshot: tuple[int, ...] | None) -> None:
+        """The live state goes on from the snapshot, or from where it was."""
+        memory = self.memory[-1]
+        if row.source:
+            self.look(row, memory[row.source[0]], row.computed_len, f"snapshot of sequence {sequence}")
+            row.source = ()
+            self.seen["snapshot hits"] += 1
+        elif row.computed_len and not row.tainted:
+            self.look(row, memory[row.live[0]], row.computed_len, f"live state of sequence {sequence}")
+        state = GARBAGE if row.tainted else (row.salt, *row.ids[:end])
+        memory[row.live[0]] = state
+        if snapshot is not None:
+            memory[snapshot[0]] = state
+
+    def look(self, row: Row, found: object, length: int, what: str) -> None:
+        """What was read must be this prefix, unless a copy failed and nobody knows yet."""
+        if found is GARBAGE:
+            assert any(isinstance(e, TicketResult) and not e.ok for e in self.untold), f"garbage read: {what}"
+            row.tainted = True
+        else:
+            assert found == (row.salt, *row.ids[:length]), f"{what}: {found}"
+
     def read(self, sequence: int, row: Row, position: int) -> None:
         """A token at this position must find what it reads, unless a copy failed and nobody knows yet."""
         for group, window in enumerate(self.windows):
@@ -326,12 +364,7 @@ class World:
             for p in range(first, position):
                 held = self.memory[group][table[p // self.size]]
                 found = held[p % self.size] if isinstance(held, tuple) else held
-                if found is GARBAGE:
-                    failed = [e for e in self.untold if isinstance(e, TicketResult) and not e.ok]
-                    assert failed, f"sequence {sequence} reads garbage at {p} in group {group}"
-                    row.tainted = True
-                else:
-                    assert found == (row.salt, *row.ids[: p + 1]), f"group {group}, position {p}: {found}"
+                self.look(row, found, p + 1, f"group {group}, position {p} of sequence {sequence}")
 
 
 def run_seed(seed: int) -> World:
@@ -349,7 +382,8 @@ def test_seeds() -> None:
     for seed in range(NUM_DEFAULT_SEEDS):
         seen.update(run_seed(seed).seen)
     print(dict(seen))
-    few = {what: seen[what] for what in ("loaded", "STARTED", "LATER", "poisoned", "disk failures") if seen[what] < 5}
+    rare = ("loaded", "STARTED", "poisoned", "disk failures", "snapshot hits")
+    few = {what: seen[what] for what in rare if seen[what] < 5}
     assert not few, f"hardly ever happened, so that this run says little: {few}"
 
 

@@ -253,6 +253,8 @@ class Prefetch:
         for name in shared.plan.externals:
             for group, host in zip(shared.groups, shared.host):
                 book = shared.books[name][group.idx]
+                if group.is_state:
+                    continue  # how many of the first blocks it has says nothing of snapshots: only the book does
                 if host.chained:
                     first = max(load.near, *(b[group.idx].match(keys, limit) for b in shared.books.values()))
                 else:

@@ -56,7 +56,7 @@ class States:
     def __init__(self, live: list[list[int]], source: list[int]) -> None:
         self.live = live
         self.source = source
-        """The snapshots that it goes on from, while they are held; empty where it began with nothing, or has gone on."""
+        """The snapshots that it goes on from, while they are held; empty: it began with nothing, or has gone on."""
         self.planned: dict[int, list[int]] = {}
         """Position, in blocks -> where the caller writes the snapshots."""
 
