@@ -4,7 +4,7 @@ import itertools
 
 from lamella.kvtier import Group
 from lamella.kvtier.control.groups import GroupBlocks, longest_match
-from lamella.kvtier.control.manager import make_group
+from lamella.kvtier.control.kinds import make_group
 
 KEYS = [bytes([n]) * 32 for n in range(6)]
 

@@ -16,24 +16,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lamella.kvtier.control.audit import audit
-from lamella.kvtier.control.groups import GroupBlocks, SlidingBlocks, longest_match
+from lamella.kvtier.control.groups import GroupBlocks, longest_match
+from lamella.kvtier.control.kinds import make_group
 from lamella.kvtier.control.lower_tiers import LowerTiers
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.pool import SEALED
 from lamella.kvtier.control.prefetch import LoadState
 from lamella.kvtier.control.shelf import Shelf
-from lamella.kvtier.control.states import StateBlocks, States
+from lamella.kvtier.control.states import StateKeeper, States
 from lamella.kvtier.control.transfers import Descent
 from lamella.kvtier.errors import CapacityError, LayoutError
 from lamella.kvtier.events import BlockStored, Cleared, Event
 from lamella.kvtier.jobs import Job, TierEvent
 from lamella.kvtier.keys import KeyChain
-from lamella.kvtier.layout import NULL_BLOCK, Group, Layout
+from lamella.kvtier.layout import NULL_BLOCK, Layout
 from lamella.kvtier.stats import Counters, GroupUsage, TierStats
 
 SequenceId = int
-
-KINDS: dict[str, type[GroupBlocks]] = {"full": GroupBlocks, "sliding": SlidingBlocks, "state": StateBlocks}
 
 
 class Acquired(NamedTuple):
@@ -99,7 +98,7 @@ class TierManager:
         self._all = tuple(make_group(i, g, n) for i, (g, n) in enumerate(zip(layout.groups, layout.num_blocks)))
         self._groups = tuple(group for group in self._all if not group.is_state)
         """Those whose blocks are tokens': they come first."""
-        self._states = self._all[len(self._groups) :]
+        self._states = StateKeeper(self._all[len(self._groups) :], self._shelf)
         if not self._groups or any(group.is_state for group in self._all[: len(self._groups)]):
             raise LayoutError("groups of states come after at least one full or sliding group")
         self._holdings: dict[SequenceId, Holding] = {}
@@ -196,7 +195,7 @@ class TierManager:
             missing.append(new)
         tables: list[list[int]] = []
         left_of: list[int] = []
-        states = States([], []) if self._states else None
+        states = States([], []) if self._states.groups else None
         for group, found, new in zip(self._all, shared, missing):
             for block in found:
                 group.pool.share(block)
@@ -286,7 +285,7 @@ class TierManager:
             self.counters.sealed_blocks += full - first
             holding.sealed = full
             if holding.states is not None:
-                self._seal_snapshots(holding, full)
+                self._states.seal(holding.states, chain, full)
             if holding.below is not None:
                 assert self._below is not None
                 self._below.demote(holding)
@@ -304,13 +303,7 @@ class TierManager:
         place = at_len // self.block_size
         assert at_len % self.block_size == 0, f"a snapshot at {at_len}, blocks are {self.block_size} tokens"
         assert place > holding.sealed, f"a snapshot at {at_len}, but {holding.sealed} blocks are sealed"
-        if not holding.caching or any(group.pool.num_free < 1 for group in self._states):
-            return None
-        if place not in states.planned:
-            states.planned[place] = [group.pool.take(1)[0] for group in self._states]
-            for group in self._states:
-                self._shelf.note_evictions(group)
-        return tuple(states.planned[place])
+        return self._states.plan(states, place) if holding.caching else None
 
     def slide(self, sequence: SequenceId, computed_len: int, last_step: int) -> None:
         """Return the blocks that no token from computed_len on reads: sliding groups, wholly left of the window.
@@ -346,9 +339,7 @@ class TierManager:
         assert planned_len >= committed_len
         kept = -(-planned_len // size)
         if holding.states is not None:
-            for place in [place for place in holding.states.planned if place > planned_len // size]:
-                for group, block in zip(self._states, holding.states.planned.pop(place)):
-                    self._shelf.drop(group, block, last_step)
+            self._states.trim(holding.states, planned_len // size, last_step)
         for group, table in zip(self._groups, holding.tables):
             for block in reversed(table[kept:]):
                 self._shelf.drop(group, block, last_step)
@@ -369,7 +360,8 @@ class TierManager:
             self._below.forget(sequence)
         del self._holdings[sequence]
         if holding.states is not None:
-            self._drop_states(holding, last_step, discard)
+            taken = holding.chain.keys[holding.hit : holding.sealed] if discard and holding.chain is not None else []
+            self._states.release(holding.states, last_step, taken)
         for group, table in zip(self._groups, holding.tables):
             if discard:
                 self._shelf.disown(group, table)
@@ -389,7 +381,7 @@ class TierManager:
         holding = self._holdings[sequence]
         tables = list(holding.tables)
         if holding.states is not None:
-            tables += [holding.states.blocks(n) for n in range(len(self._states))]
+            tables += [holding.states.blocks(n) for n in range(len(holding.states.live))]
         return tuple(
             sum(1 for block in table if block != NULL_BLOCK and group.pool.refs[block] + group.pool.pins[block] == 1)
             for group, table in zip(self._all, tables)
@@ -566,34 +558,6 @@ class TierManager:
         rest = iter(found)
         return [loaded[n] if n in loaded else next(rest) for n in range(hit - len(found) - len(places), hit)]
 
-    def _seal_snapshots(self, holding: Holding, full: int) -> None:
-        """Snapshots up to here are hits for others from now on, and what the sequence went on from is left to them."""
-        states, chain = holding.states, holding.chain
-        assert states is not None
-        assert chain is not None
-        for group, block in zip(self._states, states.source):
-            self._shelf.drop(group, block, -1)
-        states.source = []
-        for place in sorted(place for place in states.planned if place <= full):
-            key, parent = chain.keys[place - 1], chain.keys[place - 2] if place > 1 else None
-            for group, block in zip(self._states, states.planned.pop(place)):
-                group.pool.seal(block)
-                if group.index.add(key, parent, block) and self._shelf.max_events:
-                    self._shelf.note(BlockStored(group.idx, key, chain.parent(place - 1), block))
-                self._shelf.drop(group, block, -1)
-
-    def _drop_states(self, holding: Holding, last_step: int, discard: bool) -> None:
-        """The sequence is gone: live states, and snapshots that were not written, with it. discard: what it has sealed
-        is not to be trusted, either."""
-        states, chain = holding.states, holding.chain
-        assert states is not None
-        for n, group in enumerate(self._states):
-            for block in states.blocks(n):
-                self._shelf.drop(group, block, last_step)
-            if discard and chain is not None:
-                taken = chain.keys[holding.hit : holding.sealed]
-                self._shelf.forget_all(group, {key for key in taken if key in group.index})
-
     def _suspect(self, chains: Sequence[KeyChain], place: int) -> None:
         """A copy into the block at this place of these sequences' tables has failed: neither it nor what was computed
         from it can be hit; who goes on computing from it seals no more."""
@@ -604,10 +568,3 @@ class TierManager:
             chain = holding.chain
             if chain is not None and place < holding.sealed and chain.keys[place] == chains[0].keys[place]:
                 holding.caching = False
-
-
-def make_group(idx: int, group: Group, num_blocks: int) -> GroupBlocks:
-    """The books of one group, by its kind."""
-    if group.kind not in KINDS:
-        raise LayoutError(f"group {group.name}: kind {group.kind} is not kept by this version, only {', '.join(KINDS)}")
-    return KINDS[group.kind](idx, group, num_blocks)

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lamella.kvtier.control.groups import Books, GroupBlocks
-from lamella.kvtier.keys import Key
+from lamella.kvtier.control.shelf import Shelf
+from lamella.kvtier.events import BlockStored
+from lamella.kvtier.keys import Key, KeyChain
 
 
 class StateBlocks(GroupBlocks):
@@ -63,3 +65,52 @@ class States:
     def blocks(self, group: int) -> list[int]:
         """All blocks that it references in one of the groups, counted from the first group of states."""
         return [*self.live[group], *self.source[group : group + 1], *(p[group] for p in self.planned.values())]
+
+
+class StateKeeper:
+    """What happens to the blocks of sequences in all groups of states."""
+
+    __slots__ = ("_shelf", "groups")
+
+    def __init__(self, groups: Sequence[GroupBlocks], shelf: Shelf) -> None:
+        self.groups = groups
+        self._shelf = shelf
+
+    def plan(self, states: States, place: int) -> tuple[int, ...] | None:
+        """Blocks for snapshots at this place, one per group; None if they do not fit."""
+        if place not in states.planned:
+            if any(group.pool.num_free < 1 for group in self.groups):
+                return None
+            states.planned[place] = [group.pool.take(1)[0] for group in self.groups]
+            for group in self.groups:
+                self._shelf.note_evictions(group)
+        return tuple(states.planned[place])
+
+    def seal(self, states: States, chain: KeyChain, full: int) -> None:
+        """Snapshots among the first `full` blocks are hits for others from now on, and what the sequence went on from
+        is left to them."""
+        shelf = self._shelf
+        for group, block in zip(self.groups, states.source):
+            shelf.drop(group, block, -1)
+        states.source = []
+        for place in sorted(place for place in states.planned if place <= full):
+            key, parent = chain.keys[place - 1], chain.keys[place - 2] if place > 1 else None
+            for group, block in zip(self.groups, states.planned.pop(place)):
+                group.pool.seal(block)
+                if group.index.add(key, parent, block) and shelf.max_events:
+                    shelf.note(BlockStored(group.idx, key, chain.parent(place - 1), block))
+                shelf.drop(group, block, -1)
+
+    def trim(self, states: States, num_blocks: int, last_step: int) -> None:
+        """Snapshots beyond so many blocks are not taken after all."""
+        for place in [place for place in states.planned if place > num_blocks]:
+            for group, block in zip(self.groups, states.planned.pop(place)):
+                self._shelf.drop(group, block, last_step)
+
+    def release(self, states: States, last_step: int, distrusted: Sequence[Key]) -> None:
+        """The sequence is gone: live states, and snapshots that were not sealed, with it. distrusted: keys of snapshots
+        that cannot be hit any more, either."""
+        for n, group in enumerate(self.groups):
+            for block in states.blocks(n):
+                self._shelf.drop(group, block, last_step)
+            self._shelf.forget_all(group, {key for key in distrusted if key in group.index})
