@@ -23,6 +23,7 @@ class Demotion:
         """unpin(group, block) of the device."""
         self._shared = shared
         self._unpin = unpin
+        self._stats = shared.stats["host"]
         self._max_copies = shared.plan.max_demoting
         self._judges = shared.plan.admission.mode != "all"
         self._admission = make_admission(shared.plan.admission)
@@ -91,7 +92,7 @@ class Demotion:
             self._shared.count_failure("host", result)
             host.failed(slot)
             return idx, 0
-        self._shared.stats["host"].bytes_in += host.slot_bytes
+        self._stats.bytes_in += host.slot_bytes
         return (idx, slot) if host.ready(slot) else (idx, 0)
 
     def charge(self, tenant: str | None, num_bytes: int) -> bool:

@@ -127,7 +127,9 @@ class HostSlots:
         self._policy.insert(slot, key)
         above = self.parent_of[slot]
         if not above or self.key_of[above] in self.listed:
-            self._list(slot, key)
+            self.listed[key] = slot
+            if self._children[slot]:
+                self._list_children(slot)
         self.unpin(slot)
         return True
 
@@ -195,10 +197,7 @@ class HostSlots:
         if self.state[slot] == READY and not self.pins[slot] and not self._children[slot]:
             self._policy.offer(slot)
 
-    def _list(self, slot: int, key: Key) -> None:
-        self.listed[key] = slot
-        if not self._children[slot]:
-            return
+    def _list_children(self, slot: int) -> None:
         front = [*self._children[slot]]
         while front:
             child = front.pop()

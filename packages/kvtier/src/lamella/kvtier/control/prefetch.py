@@ -350,7 +350,7 @@ class Prefetch:
             places = range(min(group.left_edge(end * shared.block_size), end), end)
             trusted = 0
         needs = []
-        books = [(name, books[idx]) for name, books in shared.books.items()]
+        books = [(name, books[idx].listed) for name, books in shared.books.items()]
         for n in places:
             key = keys[n]
             if not host.chained and (key in host.slot_of or key in group.index):

@@ -17,32 +17,33 @@ from lamella.kvtier.keys import Key
 class PresenceBook:
     """Keys of one group in one tier."""
 
-    __slots__ = ("_chained", "_children", "_listed", "_waiting")
+    __slots__ = ("_chained", "_children", "_waiting", "listed")
 
     def __init__(self, chained: bool) -> None:
         """chained: a block is of use only behind the block before it."""
         self._chained = chained
-        self._listed: dict[Key, Key | None] = {}
+        self.listed: dict[Key, Key | None] = {}
+        """What can be found -> its parent. To be read only; faster than asking the book."""
         self._waiting: dict[Key, Key | None] = {}
         self._children: dict[Key, Key | dict[Key, None]] = {}
         """Of listed and waiting keys, and of ones not there. Mostly one, and then no dict."""
 
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
         """How many of keys[:max_blocks] are here, up to the first that is not. Chained books only."""
-        return first_missing(keys, max_blocks, self._listed)
+        return first_missing(keys, max_blocks, self.listed)
 
     def add(self, key: Key, parent: Key | None) -> None:
         """The tier has this block. Nothing happens if that is known."""
-        if key in self._listed or key in self._waiting:
+        if key in self.listed or key in self._waiting:
             return
         if not self._chained or parent is None:
-            self._listed[key] = parent
+            self.listed[key] = parent
         else:
             self._link(key, parent)
-            if parent not in self._listed:
+            if parent not in self.listed:
                 self._waiting[key] = parent
                 return
-            self._listed[key] = parent
+            self.listed[key] = parent
         if key in self._children:
             self._list_children(key)
 
@@ -51,31 +52,31 @@ class PresenceBook:
         if key in self._waiting:
             self._unlink(key, self._waiting.pop(key))
             return True
-        if key not in self._listed:
+        if key not in self.listed:
             return False
-        self._unlink(key, self._listed.pop(key))
+        self._unlink(key, self.listed.pop(key))
         front = [*self._children_of(key)]
         while front:
             child = front.pop()
-            if child in self._listed:
-                self._waiting[child] = self._listed.pop(child)
+            if child in self.listed:
+                self._waiting[child] = self.listed.pop(child)
                 front.extend(self._children_of(child))
         return True
 
     def clear(self) -> None:
-        self._listed.clear()
+        self.listed.clear()
         self._waiting.clear()
         self._children.clear()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._listed
+        return key in self.listed
 
     def __len__(self) -> int:
         """What can be found."""
-        return len(self._listed)
+        return len(self.listed)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._listed)
+        return iter(self.listed)
 
     @property
     def num_waiting(self) -> int:
@@ -83,26 +84,26 @@ class PresenceBook:
 
     def check(self) -> None:
         """Listed is a forest with its roots; waiting ones wait for something."""
-        assert not self._listed.keys() & self._waiting.keys()
+        assert not self.listed.keys() & self._waiting.keys()
         if not self._chained:
             assert not self._waiting
             return
-        for key, parent in self._listed.items():
-            assert parent is None or parent in self._listed, "a listed block hangs on one that is not"
+        for key, parent in self.listed.items():
+            assert parent is None or parent in self.listed, "a listed block hangs on one that is not"
             assert parent is None or key in self._children_of(parent)
         for key, parent in self._waiting.items():
             assert parent is not None
-            assert parent not in self._listed, "a block waits for one that is listed"
+            assert parent not in self.listed, "a block waits for one that is listed"
             assert key in self._children_of(parent)
         total = sum(len(self._children_of(parent)) for parent in self._children)
-        assert total == sum(p is not None for b in (self._listed, self._waiting) for p in b.values())
+        assert total == sum(p is not None for b in (self.listed, self._waiting) for p in b.values())
 
     def _list_children(self, key: Key) -> None:
         front = [*self._children_of(key)]
         while front:
             child = front.pop()
             if child in self._waiting:
-                self._listed[child] = self._waiting.pop(child)
+                self.listed[child] = self._waiting.pop(child)
                 front.extend(self._children_of(child))
 
     def _children_of(self, key: Key) -> Collection[Key]:

@@ -53,6 +53,7 @@ class Restores:
         self._shared = shared
         self._unpin = unpin
         self._suspect = suspect
+        self._stats = shared.stats["host"]
         self.active: list[Restore] = []
         self.copies: dict[TicketId, tuple[int, int, int, int, Restore]] = {}
         """(group, host slot, device block, place, restore)."""
@@ -100,7 +101,7 @@ class Restores:
         """One of the copies has ended. The readers whose blocks may go down from now on."""
         idx, slot, block, n, restore = self.copies.pop(result.ticket)
         shared = self._shared
-        stats = shared.stats["host"]
+        stats = self._stats
         num_bytes = shared.host[idx].slot_bytes
         shared.queued_bytes["host"] -= num_bytes
         restore.num_left -= 1

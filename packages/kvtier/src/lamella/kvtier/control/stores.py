@@ -44,7 +44,7 @@ class Stores:
         if key is None:
             return
         for name, wanted in self._wanted.items():
-            if key in self._shared.books[name][idx]:
+            if key in self._shared.books[name][idx].listed:
                 continue
             if len(wanted) >= self._shared.plan.max_waiting:
                 self._shared.stats[name].refuse("queue")
@@ -106,10 +106,10 @@ class Stores:
         if slot is None:
             shared.stats[name].refuse("evicted")
             return
-        if key in book or (idx, key) in storing:
+        if key in book.listed or (idx, key) in storing:
             return
         parent = host.parent_key_of[slot]
-        if host.chained and parent is not None and parent not in book and (idx, parent) not in storing:
+        if host.chained and parent is not None and parent not in book.listed and (idx, parent) not in storing:
             shared.stats[name].refuse("prefix")  # comes again when that is stored
             return
         host.pin(slot)
