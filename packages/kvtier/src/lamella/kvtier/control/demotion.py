@@ -132,7 +132,6 @@ class Demotion:
     def _go_down(self, descent: Descent, keys: Sequence[Key], n: int, tables: Sequence[Sequence[int]]) -> bool:
         shared, key = self._shared, keys[n]
         parent = keys[n - 1] if n else None
-        stats = shared.stats["host"]
         for idx, host in enumerate(shared.host):
             if key in host.slot_of:
                 continue
@@ -151,11 +150,11 @@ class Demotion:
                 if not self._admission.wants(key, n, n < descent.hit, empty_share):
                     descent.barred = True
             if descent.barred:
-                stats.refuse("admission")
+                self._stats.refuse("admission")
                 return False
             reason = self.start(idx, key, parent, block, descent.tenant)
             if reason is not None:
-                stats.refuse(reason)
+                self._stats.refuse(reason)
                 if reason == "queue":
                     self.waiting[descent.sequence] = None
                 return False

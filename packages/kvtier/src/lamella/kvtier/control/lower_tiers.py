@@ -75,6 +75,7 @@ class LowerTiers:
     def worth(self, device: int, hit: int, num_tokens: int) -> int:
         """How many of `hit` blocks to take, `device` of which are there already: more, or those."""
         shared = self._shared
+        shared.tell_cost()
         speed = shared.plan.cost.bytes_per_s.get("host")
         if not speed or not shared.plan.cost.prefill_s_per_token:
             return hit
@@ -211,6 +212,7 @@ class LowerTiers:
     def stats(self) -> dict[str, TierStats]:
         """Figures of each tier as they are now; the objects are ours."""
         shared = self._shared
+        shared.tell_cost()
         host = shared.stats["host"]
         host.num_blocks = sum(map(len, shared.host))
         host.capacity = sum(slots.num_slots for slots in shared.host)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
 
 from lamella.kvtier.control.cost import Part
 from lamella.kvtier.control.demotion import Demotion
@@ -67,10 +66,8 @@ class Load:
         """By tier: up to which block it was asked to bring the prefix."""
 
 
-class _Need(NamedTuple):
-    place: int
-    source: str
-    """A tier below, or "device"."""
+_Need = tuple[int, str]
+"""(place, where the block is to come from: a tier below, or "device")."""
 
 
 class Prefetch:
@@ -159,7 +156,7 @@ class Prefetch:
             stats.bytes_out += host.slot_bytes
             stats.loads += 1
             stats.load_seconds += result.seconds
-            shared.plan.cost.observe(name, host.slot_bytes, result.seconds)
+            shared.observe(name, host.slot_bytes, result.seconds)
             if host.ready(slot):
                 self._stores.want(idx, slot)
         else:
@@ -299,13 +296,13 @@ class Prefetch:
                     return LoadState.LATER
                 if not host.chained:
                     return self._no_room()
-                end = min(end, needs[idx][room].place if room > 0 else load.near)
+                end = min(end, needs[idx][room][0] if room > 0 else load.near)
         if end <= load.near:
             return self._no_room()
         self._hold_near(load)
         reached = end
         for idx, needed in enumerate(needs):
-            reached = min(reached, self._start(idx, load, [need for need in needed if need.place < end], end))
+            reached = min(reached, self._start(idx, load, [need for need in needed if need[0] < end], end))
         load.reach = {name: min(place, reached) for name, place in load.reach.items()}
         if load.waiting:
             return LoadState.STARTED
@@ -332,6 +329,7 @@ class Prefetch:
                 load.reach[name] = reach = end
         if not parts:
             return load.near
+        shared.tell_cost()
         chosen = shared.plan.cost.choose(load.near * size, load.num_tokens, parts) // size
         for name, end in list(load.reach.items()):
             if end > chosen:
@@ -364,7 +362,7 @@ class Prefetch:
                         break
                 else:
                     break  # on the device alone, and not to be trusted yet
-            needs.append(_Need(n, source))
+            needs.append((n, source))
         return needs
 
     def _start(self, idx: int, load: Load, needs: Sequence[_Need], end: int) -> int:
@@ -383,13 +381,15 @@ class Prefetch:
             if not slot:
                 self._hold(load, idx, last, count)
                 return place
-            self._wait_for(load, idx, slot)
+            ticket = host.ticket_of[slot]
+            load.waiting.add(ticket)
+            self._waiters[ticket] = [load]
             if host.chained:
                 last = slot
             else:
                 self._hold(load, idx, slot)
         self._hold(load, idx, last, len(needs))
-        return end if not needs or needs[-1].place == end - 1 or not host.chained else needs[-1].place + 1
+        return end if not needs or needs[-1][0] == end - 1 or not host.chained else needs[-1][0] + 1
 
     def _fill(self, idx: int, key: Key, parent: Key | None, name: str, tenant: str | None) -> int:
         shared, host = self._shared, self._shared.host[idx]

@@ -109,7 +109,7 @@ class Restores:
             stats.bytes_out += num_bytes
             stats.loads += 1
             stats.load_seconds += result.seconds
-            shared.plan.cost.observe("host", num_bytes, result.seconds)
+            shared.observe("host", num_bytes, result.seconds)
         else:
             shared.count_failure("host", result)
             restore.failed = True

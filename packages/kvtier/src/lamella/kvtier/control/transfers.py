@@ -54,6 +54,7 @@ class Shared:
         self.queued_bytes = dict.fromkeys(self.stats, 0)
         """Of copies from each tier towards the device that have not ended."""
         self.jobs: list[Job] = []
+        self._told: dict[str, list[float]] = {name: [0.0, 0.0] for name in self.stats}
         # made once: a copy would make two of them, and they are most of what a copy costs here
         self.host_places = [
             [Location("host", n, s - 1) for s in range(h.num_slots + 1)] for n, h in enumerate(self.host)
@@ -74,6 +75,19 @@ class Shared:
     def ticket(self) -> TicketId:
         """Of a question."""
         return next(self._tickets)
+
+    def observe(self, name: str, num_bytes: int, seconds: float) -> None:
+        """A copy from a tier has ended well; seconds that the tier was busy with it."""
+        told = self._told[name]
+        told[0] += num_bytes
+        told[1] += seconds
+
+    def tell_cost(self) -> None:
+        """What copies have told since the last time: a batch's speed says more than each copy's."""
+        for name, told in self._told.items():
+            if told[1]:
+                self.plan.cost.observe(name, int(told[0]), told[1])
+                told[0] = told[1] = 0.0
 
     def place(self, name: str, group: int) -> Location:
         """Where a slower tier keeps a group's records: the key says which."""
