@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamella.kvtier import CopyJob, Location, Ticket, TicketResult, TicketState
+from lamella.kvtier import ClearJob, CopyJob, Location, LookupResult, Presence, Ticket, TicketResult, TicketState
 
 JOB = CopyJob(7, b"k" * 32, Location("device", 0, 3), Location("host", 0, 1), 4096, after_step=12)
 
@@ -25,3 +25,10 @@ def test_a_ticket_ends_exactly_once() -> None:
         ticket.complete(TicketResult(7, True))
     with pytest.raises(AssertionError, match="result of ticket 8"):
         Ticket(JOB).complete(TicketResult(8, True))
+
+
+def test_what_older_callers_leave_out() -> None:
+    assert (JOB.parent, JOB.source.name) == (None, "")
+    assert Presence("disk", "") == Presence("disk", "", (), ())
+    assert ClearJob("disk").name == ""
+    assert LookupResult(1, 5).seconds == 0.0

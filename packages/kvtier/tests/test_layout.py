@@ -45,7 +45,8 @@ def test_the_fingerprint_names_what_bytes_mean_and_not_how_many_there_are() -> N
             lambda: TierManager(Layout((FULL, replace(SLIDING, block_size=8)), (4, 4))),
             r"same block_size, got \[8, 16\]",
         ),
-        (lambda: TierManager(Layout((Group("s", "state", 16, 9),), (4,))), "kind state is not kept"),
+        (lambda: TierManager(Layout((Group("s", "state", 16, 9),), (4,))), "come after at least one full"),
+        (lambda: TierManager(Layout((Group("s", "state", 16, 9), FULL), (4, 4))), "come after at least one full"),
         (lambda: TierManager(Layout((Group("c", "compressed", 16, 9, ratio=4),), (4,))), "kind compressed is not kept"),
     ],
 )

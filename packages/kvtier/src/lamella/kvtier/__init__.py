@@ -5,29 +5,57 @@
 The control plane is pure Python, deterministic and free of clocks, threads, files and torch.
 """
 
+from lamella.kvtier.control.admission import AdmissionPlan
+from lamella.kvtier.control.cost import CostModel
 from lamella.kvtier.control.manager import Acquired, Growth, TierManager
+from lamella.kvtier.control.plan import TierPlan
+from lamella.kvtier.control.prefetch import LoadState
 from lamella.kvtier.errors import CapacityError, KvTierError, LayoutError
-from lamella.kvtier.jobs import CopyJob, Location, Ticket, TicketResult, TicketState
+from lamella.kvtier.jobs import (
+    ClearJob,
+    CopyJob,
+    Job,
+    Location,
+    LookupJob,
+    LookupResult,
+    Presence,
+    Ticket,
+    TicketResult,
+    TicketState,
+    TierEvent,
+)
 from lamella.kvtier.keys import Extras, Key, KeyChain, Media
 from lamella.kvtier.layout import NULL_BLOCK, Group, Layout
+from lamella.kvtier.stats import TierStats
 
 __all__ = [
     "NULL_BLOCK",
     "Acquired",
+    "AdmissionPlan",
     "CapacityError",
+    "ClearJob",
     "CopyJob",
+    "CostModel",
     "Extras",
     "Group",
     "Growth",
+    "Job",
     "Key",
     "KeyChain",
     "KvTierError",
     "Layout",
     "LayoutError",
+    "LoadState",
     "Location",
+    "LookupJob",
+    "LookupResult",
     "Media",
+    "Presence",
     "Ticket",
     "TicketResult",
     "TicketState",
+    "TierEvent",
     "TierManager",
+    "TierPlan",
+    "TierStats",
 ]

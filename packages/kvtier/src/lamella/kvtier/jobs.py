@@ -1,6 +1,8 @@
 """Copies of blocks between tiers, as they cross from the control plane to whoever moves bytes, and back.
 
-    CopyJob  ──copy──▶  mover  ──▶  TicketResult(ticket, ok)
+    CopyJob    ──copy──▶  mover  ──▶  TicketResult(ticket, ok)
+    LookupJob  ──ask───▶  mover  ──▶  LookupResult(ticket, num_present)
+    ClearJob   ──────────▶  mover                                          Presence: what stores say by themselves
     Ticket: PENDING ──▶ DONE | FAILED | CANCELLED      exactly once
 
 A location is readable only after the ticket of the job that wrote it is DONE. Locations are free of ranks: the same
@@ -24,7 +26,9 @@ class Location(NamedTuple):
     tier: Tier
     group: int
     slot: int
-    """Device: block id. Host: slot of the slab. Disk: record number."""
+    """Device: block id. Host: slot of the slab. Disk and external: 0, the key names the record."""
+    name: str = ""
+    """External: of which manager."""
 
 
 class CopyJob(NamedTuple):
@@ -37,6 +41,24 @@ class CopyJob(NamedTuple):
     num_bytes: int
     after_step: int = -1
     """The source is complete, or the target no longer read, once this step has run; -1: already."""
+    parent: Key | None = None
+    """Key of the block before it: a store keeps it, so that its index has its tree again after a restart."""
+
+
+class LookupJob(NamedTuple):
+    """Ask an external manager how many of these blocks, from the first on, it has."""
+
+    ticket: TicketId
+    tier_name: str
+    group: int
+    keys: tuple[Key, ...]
+
+
+class ClearJob(NamedTuple):
+    """A store forgets everything it holds; what is in flight to it does not count either. Has no ticket."""
+
+    tier: Tier
+    name: str = ""
 
 
 class TicketResult(NamedTuple):
@@ -46,6 +68,32 @@ class TicketResult(NamedTuple):
     ok: bool
     error: str | None = None
     seconds: float = 0.0
+    """That the tier was busy with it: of a batch, its share of the batch's time, so that sums are true."""
+
+
+class LookupResult(NamedTuple):
+    """Answer to a LookupJob; an error answers 0."""
+
+    ticket: TicketId
+    num_present: int
+    seconds: float = 0.0
+
+
+class Presence(NamedTuple):
+    """What a store says about its content beside tickets: found at the start, reclaimed, written by another process."""
+
+    tier: Tier
+    name: str
+    added: tuple[tuple[int, Key, Key | None], ...] = ()
+    """(group, key, parent), parents first."""
+    removed: tuple[tuple[int, Key], ...] = ()
+
+
+Job = CopyJob | LookupJob | ClearJob
+"""What the control plane hands to whoever moves bytes, in order."""
+
+TierEvent = TicketResult | LookupResult | Presence
+"""What it gets back."""
 
 
 class TicketState(Enum):

@@ -35,6 +35,9 @@ class Group:
     """State groups: draft versions of a live state, the current one included."""
     row_format: str = ""
     """How a row's bytes are to be read (dtype, quantisation); part of the fingerprint."""
+    hot_rows: int = 0
+    """0: the device is the home of a running sequence's blocks. Else the host is, and the device keeps so many rows of
+    a sequence hot, fetched inside the step (see control/hot_buffer.py): only for layers that select rows."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.bytes_per_block < 1:
@@ -44,6 +47,8 @@ class Group:
             )
         if self.kind == "sliding" and (self.window is None or self.window < 1):
             raise LayoutError(f"group {self.name}: a sliding group needs a window of at least 1, got {self.window}")
+        if self.hot_rows < 0 or (self.hot_rows and self.kind not in ("full", "compressed")):
+            raise LayoutError(f"group {self.name}: kind {self.kind} has no hot rows, got {self.hot_rows}")
         if self.kind != "sliding" and self.window is not None:
             raise LayoutError(f"group {self.name}: kind {self.kind} has no window, got {self.window}")
 

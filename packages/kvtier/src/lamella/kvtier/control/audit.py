@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lamella.kvtier.control.groups import GroupBlocks
 from lamella.kvtier.control.pool import FILLING, SEALED
+from lamella.kvtier.control.states import States
 from lamella.kvtier.keys import Key, KeyChain
 from lamella.kvtier.layout import NULL_BLOCK
 
@@ -20,6 +21,7 @@ class Books(Protocol):
     sealed: int
     tables: list[list[int]]
     left: list[int]
+    states: States | None
 
 
 def audit(groups: Sequence[GroupBlocks], holdings: Mapping[int, Books]) -> None:
@@ -30,10 +32,10 @@ def audit(groups: Sequence[GroupBlocks], holdings: Mapping[int, Books]) -> None:
         assert not group.evicted
         _audit_references(group, holdings)
         _audit_index(group)
-        if not group.slides:
+        if group.chained:
             _audit_order(group)
     for sequence, books in holdings.items():
-        for group in groups:
+        for group in groups[: len(books.tables)]:
             _audit_table(group, sequence, books)
 
 
@@ -41,7 +43,13 @@ def _audit_references(group: GroupBlocks, holdings: Mapping[int, Books]) -> None
     """References = occurrences in tables."""
     refs = [0] * group.pool.num_blocks
     for sequence, books in holdings.items():
-        table = [block for block in books.tables[group.idx] if block != NULL_BLOCK]
+        if group.is_state:
+            assert books.states is not None
+            table = books.states.blocks(group.idx - len(books.tables))
+            for block in books.states.live[group.idx - len(books.tables)]:
+                assert group.pool.state[block] == FILLING, f"live state {block} is sealed"
+        else:
+            table = [block for block in books.tables[group.idx] if block != NULL_BLOCK]
         assert len(set(table)) == len(table), f"sequence {sequence} has a block twice in group {group.idx}"
         for block in table:
             refs[block] += 1
@@ -71,11 +79,11 @@ def _audit_order(group: GroupBlocks) -> None:
     for key in index:
         for block in index.blocks(key):
             parent = index.parent_of(block)
-            if parent is None or pool.pins[block]:
+            if parent is None:
                 continue
             assert parent in index, f"block {block} can be hit but its prefix cannot"
             mine = rank.get(block, math.inf)
-            if mine < math.inf:
+            if mine < math.inf and not pool.pins[block]:
                 assert last_moment(parent) > mine, f"the prefix of block {block} would be reused before it"
 
 

@@ -11,13 +11,42 @@ until nobody does so ends at the longest common one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from lamella.kvtier.control.eviction.lru import Lru
 from lamella.kvtier.control.pool import Pool
 from lamella.kvtier.control.prefix_index import PrefixIndex
-from lamella.kvtier.errors import LayoutError
 from lamella.kvtier.keys import Key
 from lamella.kvtier.layout import Group
+
+
+class Books(Protocol):
+    """What a tier below the device holds of one group."""
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        """How many of keys[:max_blocks] it holds, up to the first that it does not. Full groups only."""
+        ...
+
+    def __contains__(self, key: Key) -> bool: ...
+
+
+class Matches(Protocol):
+    """Finds what one group holds of a prefix."""
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int: ...
+
+
+class JointMatch:
+    """A group's blocks on the device and in lower tiers, as one."""
+
+    __slots__ = ("books", "group")
+
+    def __init__(self, group: GroupBlocks, books: Sequence[Books]) -> None:
+        self.group = group
+        self.books = books
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        return self.group.match_over(keys, max_blocks, self.books)
 
 
 class GroupBlocks:
@@ -33,14 +62,21 @@ class GroupBlocks:
         """Keys whose last copy was evicted since the manager last looked."""
 
     slides = False
+    chained = True
+    """Whether a block can be hit only behind the block before it."""
+    is_state = False
 
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
         """Longest prefix, in blocks and at most max_blocks, of which this group holds what is read later."""
-        index = self.index
-        for n in range(max_blocks):
-            if keys[n] not in index:
-                return n
-        return max_blocks
+        return self.index.match(keys, max_blocks)
+
+    def match_over(self, keys: Sequence[Key], max_blocks: int, books: Sequence[Books]) -> int:
+        """match(), where each block may be here or in any of the books."""
+        held = self.index.match(keys, max_blocks)
+        for book in books:
+            if held < max_blocks:
+                held = max(held, book.match(keys, max_blocks))
+        return held
 
     def left_edge(self, length: int) -> int:
         """First block that tokens from position `length` on read."""
@@ -49,6 +85,10 @@ class GroupBlocks:
     def entry_len(self, num_tokens: int, chunk_end: int) -> int:
         """Slots that a new sequence gets: here the whole prompt, so that a chunk never fails half-way."""
         return num_tokens
+
+    def num_new(self, num_tokens: int, chunk_end: int, hit: int) -> int:
+        """Blocks that a new sequence gets beside its hit of so many blocks."""
+        return max(0, -(-self.entry_len(num_tokens, chunk_end) // self.block_size) - hit)
 
     def max_chunk_len(self, max_len: int) -> int:
         """Most tokens of one step for a sequence of up to max_len tokens that is alone."""
@@ -73,14 +113,33 @@ class GroupBlocks:
         assert key is not None
         if self.index.remove(block_id):
             self.evicted.append(key)
+            if self.pool.pinned and self.chained:
+                self._forget_orphans(key)
+
+    def _forget_orphans(self, key: Key) -> None:
+        """A prefix is evicted after all that hangs on it, but not after what a copy has pinned: that is unlisted, so
+        that the index holds whole prefixes only."""
+        index = self.index
+        if not any(index.parent_of(block) == key for block in self.pool.pinned):
+            return
+        for orphan in index.descendants({key}):
+            for block in index.blocks(orphan):
+                index.remove(block)
+                if not self.pool.refs[block] and not self.pool.pins[block]:
+                    self.pool.discard(block)
+            self.evicted.append(orphan)
 
 
 class SlidingBlocks(GroupBlocks):
     """A group of which only the last window of tokens is read."""
 
     slides = True
+    chained = False
 
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        return self.match_over(keys, max_blocks, ())
+
+    def match_over(self, keys: Sequence[Key], max_blocks: int, books: Sequence[Books]) -> int:
         needed = self.group.window_blocks
         index = self.index
         run = 0
@@ -88,7 +147,7 @@ class SlidingBlocks(GroupBlocks):
         for n in range(max_blocks - 1, -1, -1):
             if run >= needed:
                 return end
-            if keys[n] in index:
+            if keys[n] in index or (books and any(keys[n] in book for book in books)):
                 run += 1
             else:
                 end = n
@@ -115,16 +174,7 @@ class SlidingBlocks(GroupBlocks):
         return super().max_len()
 
 
-def make_group(idx: int, group: Group, num_blocks: int) -> GroupBlocks:
-    """The books of one group, by its kind."""
-    if group.kind == "full":
-        return GroupBlocks(idx, group, num_blocks)
-    if group.kind == "sliding":
-        return SlidingBlocks(idx, group, num_blocks)
-    raise LayoutError(f"group {group.name}: kind {group.kind} is not kept by this version, only full and sliding are")
-
-
-def longest_match(groups: Sequence[GroupBlocks], keys: Sequence[Key], max_blocks: int) -> int:
+def longest_match(groups: Sequence[Matches], keys: Sequence[Key], max_blocks: int) -> int:
     """Longest prefix, in blocks, that is a hit in every group."""
     hit = max_blocks
     agreed = 0

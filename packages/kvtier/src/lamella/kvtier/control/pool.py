@@ -34,13 +34,14 @@ class Eviction(Protocol):
 class Pool:
     """States, references and pins of the block ids [1, num_blocks). Block 0 is never handed out."""
 
-    __slots__ = ("_candidates", "_empty", "_on_evict", "last_step", "num_blocks", "pins", "refs", "state")
+    __slots__ = ("_candidates", "_empty", "_on_evict", "last_step", "num_blocks", "pinned", "pins", "refs", "state")
 
     def __init__(self, num_blocks: int, candidates: Eviction, on_evict: Callable[[int], None]) -> None:
         """on_evict(block_id) is called before a candidate is reused: its key must go."""
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.pins = [0] * num_blocks
+        self.pinned: set[int] = set()
         self.state = bytearray(num_blocks)
         self.last_step = [-1] * num_blocks
         """Last step that may still read or write a freed block. The compute stream may reuse it at once; a copy has to
@@ -133,12 +134,15 @@ class Pool:
         if self.refs[block_id] == 0 and self.pins[block_id] == 0:
             self._candidates.remove(block_id)
         self.pins[block_id] += 1
+        self.pinned.add(block_id)
 
     def unpin(self, block_id: int) -> bool:
         """Drop one pin. True if nobody holds the block now; the caller then says keep() or discard()."""
         pins = self.pins[block_id] - 1
         assert pins >= 0, f"block {block_id} has no pin to drop"
         self.pins[block_id] = pins
+        if not pins:
+            self.pinned.remove(block_id)
         return pins == 0 and self.refs[block_id] == 0
 
     def check(self) -> None:
@@ -150,6 +154,7 @@ class Pool:
         assert self.refs[0] == self.pins[0] == self.state[0] == 0
         assert min(self.refs) >= 0
         assert min(self.pins) >= 0
+        assert self.pinned == {block_id for block_id, pins in enumerate(self.pins) if pins}
         for block_id in range(1, self.num_blocks):
             refs, state = self.refs[block_id], self.state[block_id]
             held = refs + self.pins[block_id] > 0

@@ -6,9 +6,24 @@ tables are append-only, so both stay: a key can have several copies as long as s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from lamella.kvtier.keys import Key
+
+
+class Holds(Protocol):
+    """Anything that knows which keys it has."""
+
+    def __contains__(self, key: Key, /) -> bool: ...
+
+
+def first_missing(keys: Sequence[Key], max_blocks: int, held: Holds) -> int:
+    """How many of keys[:max_blocks] are held, where whoever holds a key holds all before it: a binary search."""
+    if max_blocks and keys[max_blocks - 1] in held:
+        return max_blocks
+    return bisect_left(range(max_blocks), True, key=lambda n: keys[n] not in held)
 
 
 class PrefixIndex:
@@ -26,6 +41,10 @@ class PrefixIndex:
     def find(self, key: Key) -> int | None:
         """The first block with this content."""
         return self._first.get(key)
+
+    def match(self, keys: Sequence[Key], max_blocks: int) -> int:
+        """first_missing() of this index; full groups only."""
+        return first_missing(keys, max_blocks, self._first)
 
     def blocks(self, key: Key) -> list[int]:
         """All blocks with this content."""
@@ -76,7 +95,7 @@ class PrefixIndex:
         return self._parent_of[block_id]
 
     def descendants(self, keys: set[Key]) -> set[Key]:
-        """keys and everything that hangs on them. Walks the whole index: for rare events only."""
+        """Of keys and everything that hangs on them, what is here. Walks the whole index: for rare events only."""
         children: dict[Key, list[Key]] = {}
         for key, block_id in self._first.items():
             for copy in (block_id, *self._copies.get(key, ())):
@@ -84,13 +103,13 @@ class PrefixIndex:
                 if parent is not None:
                     children.setdefault(parent, []).append(key)
         found: set[Key] = set()
-        front = [key for key in keys if key in self._first]
+        front = list(keys)
         while front:
             key = front.pop()
             if key not in found:
                 found.add(key)
                 front.extend(children.get(key, ()))
-        return found
+        return {key for key in found if key in self._first}
 
     def __len__(self) -> int:
         """Number of different contents."""

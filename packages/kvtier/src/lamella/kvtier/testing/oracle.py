@@ -186,3 +186,123 @@ class NaiveTiers:
 
     def _content(self, salt: object, token_ids: Sequence[int], block: int) -> Content:
         return (salt, *token_ids[: (block + 1) * self.size])
+
+
+class NaiveHost:
+    """A host tier of one full group: contents with the moment of their last use. Copies take no time here."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.used: dict[Content, int] = {}
+        self.parents: dict[Content, Content | None] = {}
+
+    def use(self, content: Content | None, now: int) -> None:
+        """And all that it hangs on."""
+        while content is not None:
+            self.used[content] = now
+            content = self.parents[content]
+
+    def add(self, content: Content, parent: Content | None, now: int) -> bool:
+        """Evicts the leaf that was used longest ago, if that is needed; False if there is none but the parent."""
+        if len(self.used) == self.num_slots:
+            above = set(self.parents.values()) | {parent}
+            leaves = [other for other in self.used if other not in above]
+            if not leaves:
+                return False
+            victim = min(leaves, key=lambda other: self.used[other])
+            del self.used[victim], self.parents[victim]
+        self.parents[content] = parent
+        self.use(content, now)
+        return True
+
+
+class NaiveLowerTiers(NaiveTiers):
+    """The same with a host tier: lru, everything admitted, full groups only.
+
+    Copies end at once and well: what a manager does whose jobs are all done between any two calls.
+    """
+
+    def __init__(self, layout: Layout, host_slots: Sequence[int]) -> None:
+        super().__init__(layout)
+        assert all(group.window is None for group in layout.groups)
+        self.hosts = [NaiveHost(slots) for slots in host_slots]
+        self.done: dict[int, int] = {}
+        self.now = 0
+
+    def acquire(
+        self, sequence: int, token_ids: Sequence[int], salt: object, cached: bool, chunk_len: int, headroom: int
+    ) -> int | None:
+        hit = 0
+        while cached and hit < (len(token_ids) - 1) // self.size and self._anywhere(salt, token_ids, hit):
+            hit += 1
+        plans: list[tuple[list[Place | None], int]] = []
+        for group in self.groups:
+            holders = [group.holders(self._content(salt, token_ids, n)) for n in range(hit)]
+            table = [next((p for p in held if p.refs), held[0]) if held else None for held in holders]
+            new = -(-len(token_ids) // self.size) - hit + table.count(None)
+            leaving = sum(1 for place in table if place is not None and place.refs == 0)
+            if group.num_free() - leaving - new < headroom:
+                return None
+            plans.append((table, new))
+        any_restored = any(None in table for table, _ in plans)
+        for group, host, (table, new) in zip(self.groups, self.hosts, plans):
+            for place in table:
+                if place is not None:
+                    if place in group.cached:
+                        group.cached.remove(place)
+                    place.refs += 1
+            taken = [group.take() for _ in range(new)]
+            for n, place in enumerate(table):
+                if place is None:
+                    restored = table[n] = taken.pop(0)
+                    restored.content = self._content(salt, token_ids, n)
+                    self._num_listed += 1
+                    restored.listed = self._num_listed
+            table += taken
+            there = 0
+            while there < hit and self._content(salt, token_ids, there) in host.used:
+                there += 1
+            if there:
+                self.now += 1
+                host.use(self._content(salt, token_ids, there - 1), self.now)
+            self.done[sequence] = min(self.done.get(sequence, hit), there)
+        self.sequences[sequence] = NaiveSequence(salt, cached, [table for table, _ in plans], hit)
+        if any_restored:
+            self.demote(sequence, token_ids)  # the copies have ended: what another group's host lacks goes down
+        return hit * self.size
+
+    def seal(self, sequence: int, token_ids: Sequence[int], computed_len: int) -> None:
+        before = self.sequences[sequence].sealed
+        super().seal(sequence, token_ids, computed_len)
+        if self.sequences[sequence].sealed > before:
+            self.demote(sequence, token_ids)
+
+    def demote(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Call it before release(), too."""
+        books = self.sequences[sequence]
+        contents = [self._content(books.salt, token_ids, n) for n in range(books.sealed)]
+        n = self.done[sequence]
+        if not books.cached or n >= books.sealed:
+            return
+        for host in self.hosts:
+            n = next((i for i in range(n) if contents[i] not in host.used), n)
+        while n < books.sealed:
+            parent = contents[n - 1] if n else None
+            for host in self.hosts:
+                if contents[n] not in host.used:
+                    self.now += 1
+                    if not host.add(contents[n], parent, self.now):
+                        self.done[sequence] = n
+                        return
+            n += 1
+        self.done[sequence] = n
+
+    def reset(self) -> None:
+        super().reset()
+        for host in self.hosts:
+            host.used.clear()
+            host.parents.clear()
+
+    def _anywhere(self, salt: object, token_ids: Sequence[int], block: int) -> bool:
+        content = self._content(salt, token_ids, block)
+        return all(g.holders(content) or content in h.used for g, h in zip(self.groups, self.hosts))
