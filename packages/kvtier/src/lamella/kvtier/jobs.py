@@ -24,7 +24,9 @@ class Location(NamedTuple):
     tier: Tier
     group: int
     slot: int
-    """Device: block id. Host: slot of the slab. Disk: record number."""
+    """Device: block id. Host: slot of the slab. Disk and external: 0, the key names the record."""
+    name: str = ""
+    """External: which manager."""
 
 
 class CopyJob(NamedTuple):
@@ -37,6 +39,23 @@ class CopyJob(NamedTuple):
     num_bytes: int
     after_step: int = -1
     """The source is complete, or the target no longer read, once this step has run; -1: already."""
+    parent: Key | None = None
+    """Key of the block before this one: stored with a record, so that an index can be rebuilt with its tree."""
+
+
+class LookupJob(NamedTuple):
+    """Ask an external manager how many of these keys, from the first on, it has."""
+
+    ticket: TicketId
+    tier_name: str
+    group: int
+    keys: tuple[Key, ...]
+
+
+class ClearJob(NamedTuple):
+    """Nothing that a tier's stores hold may be found any more."""
+
+    tier: Tier
 
 
 class TicketResult(NamedTuple):
@@ -46,6 +65,30 @@ class TicketResult(NamedTuple):
     ok: bool
     error: str | None = None
     seconds: float = 0.0
+
+
+class LookupResult(NamedTuple):
+    """Answer to a LookupJob; what failed answers 0."""
+
+    ticket: TicketId
+    num_present: int
+    seconds: float = 0.0
+
+
+class Presence(NamedTuple):
+    """What a store says about its content beside tickets: after it was opened, after it reclaimed space, and what other
+    processes wrote."""
+
+    tier: Tier
+    name: str
+    added: tuple[tuple[int, Key, Key | None], ...]
+    """(group, key, parent)."""
+    removed: tuple[tuple[int, Key], ...]
+    """(group, key)."""
+
+
+Job = CopyJob | LookupJob | ClearJob
+TierEvent = TicketResult | LookupResult | Presence
 
 
 class TicketState(Enum):
