@@ -79,7 +79,7 @@ class Bench:
         return block_bytes(self.caches, self.layers[group], block)
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made = Bench(getattr(request, "param", torch.float32))
     yield made

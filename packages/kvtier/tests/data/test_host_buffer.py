@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -36,13 +37,12 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
 def test_another_process_sees_the_same_bytes() -> None:
     buffer = HostBuffer([8], [4])
     buffer.view(0, 2)[:] = b"original"
-    child = os.fork()
-    if not child:
-        other = HostBuffer([8], [4], fd=buffer.fd)
-        seen = bytes(other.view(0, 2))
-        other.view(0, 3)[:] = b"answered"
-        os._exit(0 if seen == b"original" else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    code = (
+        "import sys; from lamella.kvtier.data.host_buffer import HostBuffer; "
+        "other = HostBuffer([8], [4], fd=int(sys.argv[1])); assert bytes(other.view(0, 2)) == b'original'; "
+        "other.view(0, 3)[:] = b'answered'"
+    )
+    subprocess.run([sys.executable, "-c", code, str(buffer.fd)], pass_fds=[buffer.fd], check=True)
     assert bytes(buffer.view(0, 3)) == b"answered"
     buffer.close()
 

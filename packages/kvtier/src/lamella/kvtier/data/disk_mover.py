@@ -92,10 +92,13 @@ class DiskMover:
         self._events.put(refused)
 
     def clear(self) -> None:
-        """Nothing that was written so far is found any more."""
+        """Nothing that was written so far is found any more; writes that wait are dropped."""
         with self._changed:
             self._clears += 1
+            dropped = [TicketResult(job.ticket, False, "cleared") for job in self._writes]
+            self._writes.clear()
             self._changed.notify_all()
+        self._events.put(dropped)
 
     @property
     def queue_depth(self) -> int:
@@ -138,6 +141,9 @@ class DiskMover:
                     writes, self._writes = self._writes, deque()
                     self._num_writing += len(writes)
                 if clears:
+                    while self._num_writing > len(writes) and not self._closed:  # or they would outlive the clearing
+                        self._store.wait(LOOK_S)
+                        self._collect()
                     self._store.clear()
                 for job in (*reads, *writes):
                     self._begin(job)

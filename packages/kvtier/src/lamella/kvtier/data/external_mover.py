@@ -61,6 +61,8 @@ class ExternalMover:
         self._buffer = buffer
         self._fingerprint = fingerprint
         self._name_root = fingerprint
+        self._batch_root = fingerprint
+        """The root under which the running batch was submitted: a clear() meanwhile must not rename its blocks."""
         self._events = events
         self._max_stores = max_stores
         self._changed = threading.Condition()
@@ -89,8 +91,13 @@ class ExternalMover:
         self._events.put(refused)
 
     def clear(self) -> None:
-        """Blocks get other names from now on: what was stored so far is not found again while this mover lives."""
-        self._name_root = hashlib.blake2b(self._fingerprint + os.urandom(16), digest_size=16).digest()
+        """Blocks get other names from now on: what was stored so far is not found again while this mover lives. Stores
+        that wait are dropped."""
+        with self._changed:
+            self._name_root = hashlib.blake2b(self._fingerprint + os.urandom(16), digest_size=16).digest()
+            dropped = [_failed(job, "cleared") for job in self._stores]
+            self._stores.clear()
+        self._events.put(dropped)
 
     @property
     def queue_depth(self) -> int:
@@ -141,6 +148,7 @@ class ExternalMover:
                     break
                 batch = _take_batch(self._urgent) if self._urgent else _take_batch(self._stores)
                 self._num_running = len(batch)
+                self._batch_root = self._name_root
             start = time.perf_counter()
             results: list[TicketResult | LookupResult] = []
             try:
@@ -232,7 +240,7 @@ class ExternalMover:
 
     def _record_name(self, group: int, key: Key) -> bytes:
         """Equal for equal content under one layout: 16 bytes of layout, the key, 4 bytes of group."""
-        return self._name_root + key + group.to_bytes(4, "big")
+        return self._batch_root + key + group.to_bytes(4, "big")
 
 
 def _take_batch(queue: deque[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from lamella.kvtier.data.disk_mover import DiskMover
 from lamella.kvtier.data.external_mover import ExternalMover
 from lamella.kvtier.data.queue import EventQueue
-from lamella.kvtier.jobs import ClearJob, CopyJob, Job, LookupJob, LookupResult, TicketResult
+from lamella.kvtier.jobs import ClearJob, CopyJob, Job, Location, LookupJob, LookupResult, TicketResult
 
 
 class StoreMover:
@@ -24,30 +24,34 @@ class StoreMover:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Start these. A job of a tier that is not here ends as failed."""
+        waiting: dict[str, list[CopyJob | LookupJob]] = {}
         for job in jobs:
             if isinstance(job, ClearJob):
+                self._flush(waiting)  # what comes before it is cleared, what comes after it is not
                 self._clear(job)
             elif isinstance(job, LookupJob):
-                external = self._externals.get(job.tier_name)
-                if external is None:
+                if job.tier_name in self._externals:
+                    waiting.setdefault(job.tier_name, []).append(job)
+                else:
                     self._events.put([LookupResult(job.ticket, 0)])
-                else:
-                    external.submit([job])
-        disk: list[CopyJob] = []
-        by_name: dict[str, list[CopyJob]] = {}
-        for job in jobs:
-            if isinstance(job, CopyJob):
+            else:
                 below = job.target if job.source.tier == "host" else job.source
-                if below.tier == "disk" and self._disk is not None:
-                    disk.append(job)
-                elif below.tier == "external" and below.name in self._externals:
-                    by_name.setdefault(below.name, []).append(job)
+                above = job.source if job.source.tier == "host" else job.target
+                known = below.name in self._externals if below.tier == "external" else self._disk is not None
+                if above.tier == "host" and below.tier in ("disk", "external") and known:
+                    waiting.setdefault(below.name, []).append(job)
                 else:
-                    self._events.put([TicketResult(job.ticket, False, f"no tier {below.tier} {below.name}".rstrip())])
-        if disk and self._disk is not None:
-            self._disk.submit(disk)
-        for name, copies in by_name.items():
-            self._externals[name].submit(copies)
+                    error = f"no copy from {_place(job.source)} to {_place(job.target)} here"
+                    self._events.put([TicketResult(job.ticket, False, error)])
+        self._flush(waiting)
+
+    def _flush(self, waiting: dict[str, list[CopyJob | LookupJob]]) -> None:
+        for name, jobs in waiting.items():
+            if name:
+                self._externals[name].submit(jobs)
+            elif self._disk is not None:
+                self._disk.submit([job for job in jobs if isinstance(job, CopyJob)])
+        waiting.clear()
 
     def close(self) -> None:
         """End all threads; what has not ended is told as failed."""
@@ -71,3 +75,7 @@ class StoreMover:
         if job.tier == "external":
             for external in self._externals.values():
                 external.clear()
+
+
+def _place(location: Location) -> str:
+    return f"{location.tier} {location.name}".rstrip()
