@@ -6,8 +6,20 @@ The control plane is pure Python, deterministic and free of clocks, threads, fil
 """
 
 from lamella.kvtier.control.manager import Acquired, Growth, TierManager
-from lamella.kvtier.errors import CapacityError, KvTierError, LayoutError
-from lamella.kvtier.jobs import CopyJob, Location, Ticket, TicketResult, TicketState
+from lamella.kvtier.errors import CapacityError, ExternalManagerError, KvTierError, LayoutError, TierConfigError
+from lamella.kvtier.jobs import (
+    ClearJob,
+    CopyJob,
+    Job,
+    Location,
+    LookupJob,
+    LookupResult,
+    Presence,
+    Ticket,
+    TicketResult,
+    TicketState,
+    TierEvent,
+)
 from lamella.kvtier.keys import Extras, Key, KeyChain, Media
 from lamella.kvtier.layout import NULL_BLOCK, Group, Layout
 
@@ -15,19 +27,27 @@ __all__ = [
     "NULL_BLOCK",
     "Acquired",
     "CapacityError",
+    "ClearJob",
     "CopyJob",
+    "ExternalManagerError",
     "Extras",
     "Group",
     "Growth",
+    "Job",
     "Key",
     "KeyChain",
     "KvTierError",
     "Layout",
     "LayoutError",
     "Location",
+    "LookupJob",
+    "LookupResult",
     "Media",
+    "Presence",
     "Ticket",
     "TicketResult",
     "TicketState",
+    "TierConfigError",
+    "TierEvent",
     "TierManager",
 ]

@@ -207,8 +207,8 @@ class ExternalMover:
             view[:] = private[frame.HEADER_BYTES :]
             self.bytes_in += len(view)
             results.append(TicketResult(job.ticket, True))
-        self._failures["bytes"] += num_wrong
         if num_wrong:
+            self._failures["bytes"] += num_wrong
             self.breaker.failed()
         else:
             self.breaker.succeeded()
