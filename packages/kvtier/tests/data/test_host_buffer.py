@@ -8,7 +8,6 @@ import pytest
 
 from lamella.kvtier import CapacityError
 from lamella.kvtier.data.host_buffer import PAGE_BYTES, REGION_BYTES, HostBuffer, free_memory, slots_for
-from lamella.kvtier.data.pinning import SlabPinner
 
 
 def test_slots_are_page_aligned_and_apart() -> None:
@@ -74,24 +73,3 @@ def test_slots_are_shared_out_in_proportion() -> None:
     used.close()
     with pytest.raises(CapacityError, match="not even one block of every group"):
         slots_for(1 << 20, sizes, weights)
-
-
-def test_slabs_are_pinned_in_turns_and_a_refusal_leaves_the_rest() -> None:
-    buffer = HostBuffer([PAGE_BYTES, PAGE_BYTES], [8, 4])
-    pinned: list[int] = []
-    unpinned: list[int] = []
-
-    def register(address: int, num_bytes: int) -> int:
-        if len(pinned) == 2:
-            return 2
-        pinned.append(address)
-        assert num_bytes == 3 * PAGE_BYTES
-        return 0
-
-    pinner = SlabPinner(buffer, register, lambda address: unpinned.append(address) or 0, slab_bytes=3 * PAGE_BYTES)
-    pinner.wait(5.0)
-    assert pinner.ready == [3, 3]
-    assert pinner.covers(0, 2)
-    assert not pinner.covers(0, 3)
-    pinner.close()
-    assert unpinned == pinned

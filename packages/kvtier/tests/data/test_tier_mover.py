@@ -151,12 +151,11 @@ def test_content_of_the_disk_is_told_at_the_start() -> None:
         bench.run(bench.copy(n, host(n), DISK))
     bench.mover.close()
     again = TierMover(bench.buffer, store=bench.store)
+    assert again.wait_told(5.0)
     told: list[tuple[int, bytes, bytes | None]] = []
-    while len(told) < 5:
-        assert again.wait(5.0)
-        for event in again.poll():
-            assert isinstance(event, Presence)
-            told += event.added
+    for event in again.poll():
+        assert isinstance(event, Presence)
+        told += event.added
     assert sorted(told) == [(0, bench.key(n), bench.key(n - 1) if n else None) for n in range(5)]
     again.close()
 

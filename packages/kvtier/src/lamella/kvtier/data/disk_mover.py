@@ -71,6 +71,8 @@ class DiskMover:
         self.bytes_out = 0
         self.num_dropped = 0
         self.num_failed = 0
+        self.told = threading.Event()
+        """Set once the Presence of all that the store held when it was opened is in the queue."""
         self._thread = threading.Thread(target=self._run, name="kvtier-disk", daemon=True)
         self._thread.start()
 
@@ -131,6 +133,7 @@ class DiskMover:
         error = "the mover is closed"
         try:
             self._tell_content()
+            self.told.set()
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self._has_work() or bool(self._running), IDLE_S)
@@ -155,6 +158,7 @@ class DiskMover:
             error = f"the disk store broke: {problem!r}"
             logger.exception("the disk tier is off: its store broke")
         finally:
+            self.told.set()
             self._end_all(error)
             self._store.close()
 

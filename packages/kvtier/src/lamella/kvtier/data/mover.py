@@ -99,6 +99,11 @@ class TierMover:
         """Wait until poll() has something to say; False: it has not after timeout_s."""
         return self._events.wait(timeout_s)
 
+    def wait_told(self, timeout_s: float) -> bool:
+        """Wait until poll() has, or had, the Presence of everything that the disk held when it was opened; False: not
+        after timeout_s. Nobody has to: what was told already can be read."""
+        return self._stores.wait_told(timeout_s)
+
     # ---- for the runner --------------------------------------------------------------------------------------------
 
     def before_step(self, step_id: int) -> None:

@@ -53,6 +53,10 @@ class StoreMover:
                 self._disk.submit([job for job in jobs if isinstance(job, CopyJob)])
         waiting.clear()
 
+    def wait_told(self, timeout_s: float) -> bool:
+        """Whether the disk's content was told, after at most timeout_s."""
+        return self._disk is None or self._disk.told.wait(timeout_s)
+
     def close(self) -> None:
         """End all threads; what has not ended is told as failed."""
         if self._disk is not None:
