@@ -305,3 +305,19 @@ def test_what_cannot_be_loaded_is_named(path: str, options: dict[str, Any], part
         manager_maker(path, options)()
     for part in [*parts, repr(path)]:
         assert part in str(caught.value)
+
+
+def test_close_gives_up_a_call_that_hangs() -> None:
+    gate = threading.Event()
+    bench = Bench(lambda: managers.Late({}, gate, gate), timeout_s=60.0)
+    job = CopyJob(7, key(1), Location("external", 0, 0, "it"), Location("host", 0, 1), SIZE)
+    bench.mover.submit([job])
+    while not bench.mover.queue_depth or not bench.mover._num_running:
+        time.sleep(0.001)
+    start = time.monotonic()
+    bench.mover.close(0.05)
+    assert time.monotonic() - start < 1.0
+    (event,) = bench.collect(1)
+    assert isinstance(event, TicketResult)
+    assert "closed: load was given up" in str(event.error)
+    gate.set()

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lamella.kvtier import CopyJob, Location, TicketResult
+from lamella.kvtier.data.disk_mover import DiskMover
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.mover import TierMover
+from lamella.kvtier.data.queue import EventQueue
 from lamella.kvtier.jobs import ClearJob, Job, LookupJob, LookupResult, Presence, TierEvent
 from lamella.kvtier.testing.memory_store import MemoryStore
 
@@ -265,3 +267,55 @@ def test_what_was_submitted_before_a_clear_does_not_outlive_it() -> None:
     ended = bench.run(LookupJob(100, "shelf", 0, keys), LookupJob(101, "shelf", 0, (bench.key(8),)))
     assert [event.num_present for _, event in sorted(ended.items()) if isinstance(event, LookupResult)] == [0, 1]
     bench.mover.close()
+
+
+class StuckStore(MemoryStore):
+    """Its methods do not return."""
+
+    def __init__(self, free: threading.Event) -> None:
+        super().__init__()
+        self.free = free
+
+    def poll(self) -> list[TicketResult | Presence]:
+        self.free.wait(30.0)
+        return super().poll()
+
+
+def test_close_leaves_a_store_alone_whose_methods_do_not_return() -> None:
+    free = threading.Event()
+    buffer = HostBuffer([SIZE], [16])
+    events = EventQueue()
+    mover = DiskMover(buffer, StuckStore(free), events)
+    jobs = [CopyJob(n, bytes([n]) * 32, host(n), DISK, SIZE) for n in range(3)]
+    mover.submit(jobs[:1])
+    time.sleep(0.05)
+    mover.submit(jobs[1:])
+    mover.close(0.05)
+    ended = {event.ticket: event.error for event in events.take() if isinstance(event, TicketResult)}
+    assert ended == dict.fromkeys(range(3), "the disk does not answer")
+    free.set()
+    time.sleep(0.05)
+    assert events.take() == []  # each ended once
+
+
+def test_a_store_that_breaks_half_way_ends_all_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    class Half(MemoryStore):
+        def write(self, ticket: int, group: int, key: bytes, parent: bytes | None, data: memoryview) -> None:
+            if ticket == 2:
+                raise RuntimeError("bug")
+            super().write(ticket, group, key, parent, data)
+
+    buffer = HostBuffer([SIZE], [16])
+    events = EventQueue()
+    mover = DiskMover(buffer, Half(), events)
+    mover.submit([CopyJob(n, bytes([n]) * 32, host(n), DISK, SIZE) for n in range(6)])
+    ended: set[int] = set()
+    while len(ended) < 6:
+        assert events.wait(5.0)
+        for event in events.take():
+            assert isinstance(event, TicketResult)
+            assert event.ticket not in ended
+            assert not event.ok or event.ticket < 2
+            ended.add(event.ticket)
+    assert "the disk tier is off" in caplog.text
+    mover.close()

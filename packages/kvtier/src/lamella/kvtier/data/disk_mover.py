@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.queue import EventQueue
@@ -47,11 +47,40 @@ class BlockStore(Protocol):
     def stats(self) -> Any: ...
 
 
+class RecordCodec(Protocol):
+    """Another form of blocks on disk, such as `lamella.kvtier.data.fp8.Fp8Codec`."""
+
+    def take(self, group: int) -> int | None: ...
+    def give_back(self, group: int, place: int) -> None: ...
+    def view(self, group: int, place: int) -> memoryview: ...
+    def pack(self, group: int, slot: memoryview, record: memoryview) -> None: ...
+    def unpack(self, group: int, record: memoryview, slot: memoryview) -> None: ...
+
+
+class Running(NamedTuple):
+    """A job that the store works at."""
+
+    job: CopyJob
+    slot: memoryview
+    """Kept here: a store need not hold it."""
+    place: int | None
+    """Of the codec's: where the record is on its way."""
+
+
 class DiskMover:
     """host ⇄ disk."""
 
-    def __init__(self, buffer: HostBuffer, store: BlockStore, events: EventQueue, *, max_writes: int = 256) -> None:
-        """max_writes: how many writes may be queued or running; further ones fail at once."""
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        store: BlockStore,
+        events: EventQueue,
+        *,
+        max_writes: int = 256,
+        codec: RecordCodec | None = None,
+    ) -> None:
+        """max_writes: how many writes may be queued or running; further ones fail at once. codec: changes the form of
+        what is stored; None: bytes as they are in the slots."""
         self._buffer = buffer
         self._store = store
         self._events = events
@@ -60,10 +89,10 @@ class DiskMover:
         self._reads: deque[CopyJob] = deque()
         self._writes: deque[CopyJob] = deque()
         self._clears = 0
-        self._running: dict[TicketId, tuple[CopyJob, memoryview]] = {}
-        """The views are kept here: a store need not hold them."""
-        self._abandoned: list[memoryview] = []
-        """Views of transfers that had not ended at close(): the memory stays mapped as long as the mover lives."""
+        self._codec = codec
+        self._running: dict[TicketId, Running] = {}
+        self._abandoned: list[Running] = []
+        """Transfers that had not ended at close(): their memory stays mapped as long as the mover lives."""
         self._num_writing = 0
         self._closed = False
         self.bytes_in = 0
@@ -114,6 +143,8 @@ class DiskMover:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._end_all("the disk does not answer")
 
     def stats(self) -> dict[str, Any]:
         """Bytes disk → host in, host → disk out; jobs, drops, failures; and what the store says of itself."""
@@ -140,16 +171,14 @@ class DiskMover:
                     if self._closed:
                         break
                     clears, self._clears = self._clears, 0
-                    reads, self._reads = self._reads, deque()
-                    writes, self._writes = self._writes, deque()
-                    self._num_writing += len(writes)
                 if clears:
-                    while self._num_writing > len(writes) and not self._closed:  # or they would outlive the clearing
+                    while self._num_writing and not self._closed:  # or they would outlive the clearing
                         self._store.wait(LOOK_S)
                         self._collect()
                     self._store.clear()
-                for job in (*reads, *writes):
-                    self._begin(job)
+                for queue in (self._reads, self._writes):
+                    while self._begin_next(queue):
+                        pass
                 if self._running:
                     self._store.wait(LOOK_S)
                 self._collect()
@@ -178,32 +207,61 @@ class DiskMover:
         if chunk:
             self._events.put([Presence("disk", "", tuple(chunk), ())])
 
-    def _begin(self, job: CopyJob) -> None:
-        reads = job.source.tier == "disk"
-        host = job.target if reads else job.source
+    def _begin_next(self, queue: deque[CopyJob]) -> bool:
+        """Hand the oldest job to the store. False: there is none, or no room for it now."""
+        with self._changed:
+            if not queue:
+                return False
+            job = queue[0]
+            reads = job.source.tier == "disk"
+            host = job.target if reads else job.source
+            place: int | None = None
+            if self._codec is not None:
+                place = self._codec.take(host.group)
+                if place is None:
+                    return False
+            queue.popleft()
+            if not reads:
+                self._num_writing += 1
         try:
-            view = self._buffer.view(host.group, host.slot)
-            self._running[job.ticket] = (job, view)
+            slot = self._buffer.view(host.group, host.slot)
+            running = self._running[job.ticket] = Running(job, slot, place)
+            record = slot
+            if self._codec is not None and place is not None:
+                record = self._codec.view(host.group, place)
+                if not reads:
+                    self._codec.pack(host.group, slot, record)
             if reads:
-                self._store.read(job.ticket, host.group, job.key, view)
+                self._store.read(job.ticket, host.group, job.key, record)
             else:
-                self._store.write(job.ticket, host.group, job.key, job.parent, view)
+                self._store.write(job.ticket, host.group, job.key, job.parent, record)
         except (OSError, ValueError, IndexError) as problem:
-            self._running.pop(job.ticket, None)
-            self._num_writing -= not reads
-            self.num_failed += 1
-            self._events.put([TicketResult(job.ticket, False, f"disk: {problem}")])
+            running = self._running.pop(job.ticket, Running(job, memoryview(b""), place))
+            self._events.put([self._end(running, TicketResult(job.ticket, False, f"disk: {problem}"))])
+        return True
 
     def _collect(self) -> None:
         told: list[TierEvent] = []
         for event in self._store.poll():
-            if isinstance(event, TicketResult):
-                job = self._running.pop(event.ticket, None)
-                if job is None:
-                    continue  # ended by _begin()
-                self._account(job[0], event.ok)
-            told.append(event)
+            if isinstance(event, Presence):
+                told.append(event)
+                continue
+            running = self._running.pop(event.ticket, None)
+            if running is not None:  # None: it was told as failed already
+                told.append(self._end(running, event))
         self._events.put(told)
+
+    def _end(self, running: Running, result: TicketResult) -> TicketResult:
+        """Put the books of a job in order; the result as it is to be told."""
+        job, slot, place = running
+        reads = job.source.tier == "disk"
+        group = job.target.group if reads else job.source.group
+        if self._codec is not None and place is not None:
+            if reads and result.ok:
+                self._codec.unpack(group, self._codec.view(group, place), slot)
+            self._codec.give_back(group, place)
+        self._account(job, result.ok)
+        return result
 
     def _account(self, job: CopyJob, ok: bool) -> None:
         reads = job.source.tier == "disk"
@@ -226,10 +284,10 @@ class DiskMover:
     def _end_all(self, error: str) -> None:
         with self._changed:
             self._closed = True
-            left = [*self._reads, *self._writes, *(job for job, _ in self._running.values())]
+            left = [*self._reads, *self._writes, *(running.job for running in self._running.values())]
             self._reads.clear()
             self._writes.clear()
-            self._abandoned = [view for _, view in self._running.values()]
+            self._abandoned = list(self._running.values())
             self._running.clear()
             self._num_writing = 0
         self.num_failed += len(left)

@@ -65,7 +65,7 @@ def manager_maker(module_path: str, options: Mapping[str, Any] | None = None) ->
 
 
 class CallFailed(Exception):
-    """A call that gave no answer. kind: timeout, raised, exited, gone."""
+    """A call that gave no answer of use. kind: timeout, raised, exited, gone, closed, answer."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -99,6 +99,8 @@ class IsolatedManager:
         self._max_restarts = max_restarts
         self._name = name
         self._calls: SimpleQueue[_Call | None] | None = None
+        self._current: _Call | None = None
+        self._aborted = False
 
     @property
     def gone(self) -> bool:
@@ -114,7 +116,9 @@ class IsolatedManager:
             threading.Thread(
                 target=_serve, args=(self._make, self._calls), name=f"kvtier-external-{self._name}", daemon=True
             ).start()
-        call = _Call(method, arguments)
+        call = self._current = _Call(method, arguments)
+        if self._aborted:
+            raise CallFailed("closed", f"{method} was not called")
         self._calls.put(call)
         if not call.done.wait(self._timeout_s):
             self._calls.put(None)  # should it ever come back, it ends
@@ -122,10 +126,19 @@ class IsolatedManager:
             self.num_restarts += 1
             self.failures["timeout"] += 1
             raise CallFailed("timeout", f"{method} took more than {self._timeout_s:g} s")
+        if self._aborted and call.failure is None:
+            raise CallFailed("closed", f"{method} was given up")
         if call.failure is not None:
             self.failures[call.failure.kind] += 1
             raise call.failure
         return call.result
+
+    def abort(self) -> None:
+        """From another thread: the call that runs, and every later one, fails at once."""
+        self._aborted = True
+        call = self._current
+        if call is not None:
+            call.done.set()
 
     def close(self) -> None:
         """Tell the manager that no call comes later; a manager that hangs is left to itself."""
@@ -135,7 +148,8 @@ class IsolatedManager:
         self._calls.put(call)
         self._calls.put(None)
         self._calls = None
-        call.done.wait(min(self._timeout_s, 2.0))
+        if not self._aborted:
+            call.done.wait(min(self._timeout_s, 2.0))
 
 
 def _serve(make: Callable[[], ExternalManager], calls: SimpleQueue[_Call | None]) -> None:

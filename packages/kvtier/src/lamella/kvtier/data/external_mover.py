@@ -114,8 +114,8 @@ class ExternalMover:
         """Threads of the manager that hung and were replaced."""
         return self._manager.num_restarts
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads. What has not ended by then is told as failed."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the threads. A call that runs longer than timeout_s is given up; what has not ended fails."""
         with self._changed:
             self._closed = True
             left = [*self._urgent, *self._stores]
@@ -124,6 +124,9 @@ class ExternalMover:
             self._changed.notify_all()
         self._events.put([_failed(job, "the mover is closed") for job in left])
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._manager.abort()
+            self._thread.join(2.0)
 
     def stats(self) -> dict[str, Any]:
         """Bytes manager → host in, host → manager out; jobs, drops, failures by kind; state of the breaker."""
@@ -174,8 +177,8 @@ class ExternalMover:
             else:
                 results = self._store(batch)
         except CallFailed as failure:
-            if failure.kind in ("answer", "bytes"):
-                self._failures[failure.kind] += 1
+            if failure.kind == "answer":
+                self._failures["answer"] += 1
             self.breaker.failed()
             return [_failed(job, f"external manager {self.name}: {failure}") for job in batch]
         return results

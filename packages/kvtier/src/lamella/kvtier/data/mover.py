@@ -17,7 +17,7 @@ import torch
 
 from lamella.kvtier.data.cuda_mover import CudaDeviceMover
 from lamella.kvtier.data.device_mover import DeviceMover
-from lamella.kvtier.data.disk_mover import BlockStore, DiskMover
+from lamella.kvtier.data.disk_mover import BlockStore, DiskMover, RecordCodec
 from lamella.kvtier.data.external_mover import ExternalMover
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.queue import EventQueue
@@ -37,17 +37,22 @@ class TierMover:
         store: BlockStore | None = None,
         externals: Sequence[tuple[str, Callable[[], ExternalManager]]] = (),
         max_disk_writes: int = 256,
+        codec: RecordCodec | None = None,
         external_options: dict[str, Any] | None = None,
         copier: BlockCopier | None = None,
         on_event: Callable[[], None] | None = None,
     ) -> None:
-        """store: a DiskStore, which this mover closes. externals: (name, what makes the manager). external_options: of
-        ExternalMover (time-outs, limits). copier: a kernel for scattered copies on CUDA. on_event: called on a mover's
-        thread when something ended after all had been polled.
+        """fingerprint: 16 bytes, of the layout; names and frames of external managers carry it (the disk store has its
+        own). store: a DiskStore, which this mover closes. externals: (name, what makes the manager). codec: another
+        form of records on disk, such as Fp8Codec. external_options: of ExternalMover (time-outs, limits). copier: a
+        kernel for scattered copies on CUDA. on_event: called on a mover's thread when something ended after all had
+        been polled.
         """
         self.buffer = buffer
         self._events = EventQueue(on_event)
-        disk = None if store is None else DiskMover(buffer, store, self._events, max_writes=max_disk_writes)
+        disk = (
+            None if store is None else DiskMover(buffer, store, self._events, max_writes=max_disk_writes, codec=codec)
+        )
         movers = [
             ExternalMover(name, make, buffer, fingerprint, self._events, **(external_options or {}))
             for name, make in externals
