@@ -125,6 +125,9 @@ class CudaDeviceMover(DeviceMover):
                 elif self._copier is not None:
                     self._copier.copy(piece.cache, piece.host, rows.pairs)
 
+    def _rest(self, seconds: float) -> None:
+        """The link is not the step's."""
+
     def _finish(self, rows: Sequence[Rows], *, loads: bool) -> None:
         """Waits on this thread; loads that come while a store runs go first."""
         stream = self._load_stream if loads else self._store_stream

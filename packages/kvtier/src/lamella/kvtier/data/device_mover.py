@@ -2,7 +2,8 @@
 
                           ┌ loads  (host → device): in order; layer by layer over all that wait
     submit(jobs) ──▶ queue┤                                                           ──▶ EventQueue
-                          └ stores (device → host): few at a time; loads overtake them between two layers
+                          └ stores (device → host): few at a time; loads overtake them between two layers, and
+                            while a step runs they take a small share of the time
 
 A step waits for the loads that were submitted before its before_step(), and for each layer only as long as that layer
 is not there: wait_layer(l) returns once layer l of all those loads is. A load that failed counts as being there (its
@@ -29,7 +30,10 @@ from lamella.kvtier.jobs import CopyJob, TicketResult
 
 MAX_STORE_ROWS = 16
 SINGLE_THREAD_WORDS = 32768
-"""torch copies up to this many elements on the calling thread: a store must not take the cores of a step."""
+"""torch copies up to this many elements on the calling thread. More threads would take the cores of a step, and where
+cores are busy they wait for each other."""
+STORE_DUTY = 0.05
+"""Share of a step's time in which stores are copied: one core of the step's, at most so long."""
 
 
 class Queued(NamedTuple):
@@ -83,6 +87,7 @@ class DeviceMover:
         """The step waits for the loads up to this number."""
         self._awaiting = False
         self._last_step = -1
+        self._in_step = False
         self._closed = False
         self.bytes_in = 0
         """Host to device, of jobs that ended well."""
@@ -131,6 +136,7 @@ class DeviceMover:
                 after = queued.job.after_step
                 failed.append(TicketResult(queued.job.ticket, False, f"waits for step {after}, awaited by {step_id}"))
             self._mark = self._num_submitted
+            self._in_step = True
             self._awaiting = bool(self._loads) or self._running != 0
             self._changed.notify_all()
         if failed:
@@ -156,6 +162,7 @@ class DeviceMover:
         """This step has run: what it wrote may be copied."""
         with self._changed:
             self._note_step(step_id)
+            self._in_step = False
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -194,11 +201,22 @@ class DeviceMover:
 
     def _load_layer(self, layer: int, rows: Rows) -> None:
         for piece in self.map.pieces[layer]:
-            piece.cache.index_copy_(0, rows.blocks, piece.host.index_select(0, rows.slots))
+            count = max(1, SINGLE_THREAD_WORDS // piece.cache.shape[1])
+            for slots, blocks in zip(rows.slots.split(count), rows.blocks.split(count)):
+                piece.cache.index_copy_(0, blocks, piece.host.index_select(0, slots))
 
     def _store_layer(self, layer: int, rows: Rows) -> None:
         for piece in self.map.pieces[layer]:
             piece.host.index_copy_(0, rows.slots, piece.cache.index_select(0, rows.blocks))
+
+    def _rest(self, seconds: float) -> None:
+        """Between two parts of a store that took so long. While a step runs, most of the time is the step's."""
+        if not self._in_step:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not self._in_step or bool(self._loads), seconds * (1 / STORE_DUTY - 1)
+            )
 
     def _finish(self, rows: Sequence[Rows], *, loads: bool) -> None:
         """Return when the copies of this batch have ended."""
@@ -285,7 +303,9 @@ class DeviceMover:
                 if group in rows:
                     start = time.perf_counter()
                     self._store_layer(layer, rows[group])
-                    seconds += time.perf_counter() - start
+                    spent = time.perf_counter() - start
+                    seconds += spent
+                    self._rest(spent)
             start = time.perf_counter()
             self._finish(list(rows.values()), loads=False)
             seconds += time.perf_counter() - start
