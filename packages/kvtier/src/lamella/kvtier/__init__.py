@@ -10,7 +10,7 @@ from lamella.kvtier.control.cost import CostModel
 from lamella.kvtier.control.manager import Acquired, Growth, TierManager
 from lamella.kvtier.control.plan import TierPlan
 from lamella.kvtier.control.prefetch import LoadState
-from lamella.kvtier.errors import CapacityError, KvTierError, LayoutError
+from lamella.kvtier.errors import CapacityError, ExternalManagerError, KvTierError, LayoutError, TierConfigError
 from lamella.kvtier.jobs import (
     ClearJob,
     CopyJob,
@@ -36,6 +36,7 @@ __all__ = [
     "ClearJob",
     "CopyJob",
     "CostModel",
+    "ExternalManagerError",
     "Extras",
     "Group",
     "Growth",
@@ -54,6 +55,7 @@ __all__ = [
     "Ticket",
     "TicketResult",
     "TicketState",
+    "TierConfigError",
     "TierEvent",
     "TierManager",
     "TierPlan",

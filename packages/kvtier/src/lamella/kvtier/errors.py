@@ -2,7 +2,9 @@
 
 KvTierError                 base
 ├── LayoutError             groups that cannot work together, or a kind this version does not keep
-└── CapacityError           fewer blocks than the smallest use needs; the message gives both figures
+├── CapacityError           fewer blocks, or less memory, than is needed; the message gives both figures
+├── TierConfigError         a --kv-tier text, or its Python form, that says nothing sensible
+└── ExternalManagerError    an external manager that cannot be imported or made
 """
 
 
@@ -15,4 +17,12 @@ class LayoutError(KvTierError):
 
 
 class CapacityError(KvTierError):
-    """Fewer blocks than the smallest use needs."""
+    """Fewer blocks, or less memory, than is needed."""
+
+
+class TierConfigError(KvTierError):
+    """A text or value that describes no tiers; the message names it, what is wrong and what would do."""
+
+
+class ExternalManagerError(KvTierError):
+    """An external manager that cannot be imported or made."""

@@ -1,0 +1,1 @@
+"""The bytes: host slab, movers between device, host and stores. Only the device movers need torch."""
