@@ -370,7 +370,7 @@ class World:
 def run_seed(seed: int) -> World:
     world = World(seed)
     try:
-        world.run(num_ops=250)
+        world.run(num_ops=220)
     except BaseException as error:
         error.args = (f"seed {seed}: {error.args[0] if error.args else ''}", *error.args[1:])
         raise

@@ -130,7 +130,9 @@ class HostSlots:
             self.listed[key] = slot
             if self._children[slot]:
                 self._list_children(slot)
-        self.unpin(slot)
+        pins = self.pins[slot] = self.pins[slot] - 1
+        if not pins and not self._children[slot]:
+            self._policy.offer(slot)
         return True
 
     def failed(self, slot: int) -> None:
