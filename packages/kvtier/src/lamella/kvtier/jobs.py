@@ -53,9 +53,10 @@ class LookupJob(NamedTuple):
 
 
 class ClearJob(NamedTuple):
-    """Nothing that a tier's stores hold may be found any more."""
+    """A store forgets everything it holds; what is in flight to it does not count either. Has no ticket."""
 
     tier: Tier
+    name: str = ""
 
 
 class TicketResult(NamedTuple):
