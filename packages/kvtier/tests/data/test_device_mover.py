@@ -338,3 +338,15 @@ def test_caches_made_in_inference_mode_can_be_written() -> None:
     assert collect(events, 1)[1].ok
     assert block_bytes(caches, [0], 2) == bytes(range(64))
     mover.close()
+
+
+def test_stores_take_a_small_share_of_a_running_step(bench: Bench) -> None:
+    bench.mover.before_step(1)
+    start = time.perf_counter()
+    bench.mover.submit([store(n, 0, n, n) for n in range(1, 30)])
+    results = collect(bench.events, 29)
+    assert sum(result.seconds for result in results.values()) < 0.1 * (time.perf_counter() - start)
+    bench.mover.before_step(2)
+    bench.mover.submit([store(n, 0, n, n) for n in range(1, 30)])
+    bench.mover.after_step(2)  # a store that rests is woken by the end of the step
+    collect(bench.events, 29)

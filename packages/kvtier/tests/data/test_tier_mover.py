@@ -164,7 +164,9 @@ def test_content_of_the_disk_is_told_at_the_start() -> None:
 
 def test_clear_makes_everything_below_unknown(bench: Bench) -> None:
     bench.run(bench.copy(1, host(1), DISK), bench.copy(1, host(1), SHELF))
-    bench.mover.submit([ClearJob("disk"), ClearJob("external")])
+    bench.mover.submit([ClearJob("external", "another")])
+    assert ok(bench.run(bench.copy(1, SHELF, host(2)))) == [True]
+    bench.mover.submit([ClearJob("disk"), ClearJob("external", "shelf")])
     ended = bench.run(
         bench.copy(1, DISK, host(1)), bench.copy(1, SHELF, host(2)), LookupJob(50, "shelf", 0, (bench.key(1),))
     )

@@ -155,8 +155,8 @@ class DeviceMover:
                 start = time.perf_counter()
                 self._changed.wait_for(lambda: self._is_there(place))
                 self.seconds_waited += time.perf_counter() - start
-            if self._closed or self._is_there(len(self._place) - 1):
-                self._awaiting = False
+            queued = bool(self._loads) and self._loads[0].number <= self._mark
+            self._awaiting = not self._closed and (queued or 0 < self._running <= self._mark)
 
     def after_step(self, step_id: int) -> None:
         """This step has run: what it wrote may be copied."""
@@ -202,7 +202,7 @@ class DeviceMover:
     def _load_layer(self, layer: int, rows: Rows) -> None:
         for piece in self.map.pieces[layer]:
             count = max(1, SINGLE_THREAD_WORDS // piece.cache.shape[1])
-            for slots, blocks in zip(rows.slots.split(count), rows.blocks.split(count)):
+            for slots, blocks in zip(torch.split(rows.slots, count), torch.split(rows.blocks, count)):
                 piece.cache.index_copy_(0, blocks, piece.host.index_select(0, slots))
 
     def _store_layer(self, layer: int, rows: Rows) -> None:

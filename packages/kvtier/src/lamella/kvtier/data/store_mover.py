@@ -77,8 +77,9 @@ class StoreMover:
         if job.tier == "disk" and self._disk is not None:
             self._disk.clear()
         if job.tier == "external":
-            for external in self._externals.values():
-                external.clear()
+            for name, external in self._externals.items():
+                if job.name in ("", name):
+                    external.clear()
 
 
 def _place(location: Location) -> str:
