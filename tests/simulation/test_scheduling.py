@@ -209,6 +209,7 @@ class CheckedExecutor(InProcess):
         books = self.core._scheduler.books
         for sequence in (*books.prefilling, *books.decoding):
             assert sequence.reach < max(sequence.max_len, sequence.prompt_len + 1), "computed beyond the end"
+        self.decoded = {s.id for s in books.decoding}
         self.clock.advance(0.125)
         super().submit(step)
 
@@ -219,7 +220,6 @@ class CheckedExecutor(InProcess):
         reached = [sequences[row].reach for row in work.rows]
         whole = sum(cost.of(end - num, num) for end, num in zip(reached, work.query_lens))
         decoding = {s.row for s in books.decoding if s.id in self.decoded}
-        self.decoded = {s.id for s in books.decoding}
         prompt_tokens = sum(num for row, num in zip(work.rows, work.query_lens) if row not in decoding)
         if prompt_tokens > cost.least_tokens:
             last_token = cost.of(self.world.max_model_len, 1)

@@ -207,6 +207,8 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[_Running]:
         listed = listed_prompts(prompts)
+        if priority is not None and not isinstance(priority, (list, tuple)):
+            raise RequestError(f"priority is a list, one for each prompt, not {priority!r:.100}", "priority")
         priorities = priority if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(priorities)} priorities", "priority")
@@ -314,7 +316,8 @@ class _Running:
 class TextStream:
     """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`.
 
-    A loop over it may be left and taken up again. A stream that nobody holds any more is closed.
+    A loop over it may be left and taken up again; behind the last piece of an answer that failed it raises RequestError
+    with the reason. A stream that nobody holds any more is closed.
     """
 
     def __init__(self, llm: LLM, running: _Running) -> None:
@@ -331,8 +334,11 @@ class TextStream:
                 if text:
                     yield text
             if self.finished or self._running.generation.request.request_id not in self._llm._open:
-                return
+                break
             self._llm._step()
+        errors = self._running.generation.errors
+        if self.finished and errors:
+            raise RequestError(errors[0])
 
     @property
     def finished(self) -> bool:

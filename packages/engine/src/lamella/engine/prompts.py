@@ -43,7 +43,7 @@ def ask(
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise RequestError(
                 f"a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and 'cache_salt' if wanted; "
-                f"got {sorted(prompt)}",
+                f"got {', '.join(map(repr, prompt)) or 'nothing'}",
                 "prompt",
             )
         cache_salt = prompt.get("cache_salt")

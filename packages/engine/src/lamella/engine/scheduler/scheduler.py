@@ -92,7 +92,8 @@ class Scheduler:
         if config.max_num_drafts:
             self._fit_drafts(rows, budget)
         if config.token_cost.slope:
-            budget.take_contexts(sum([s.reach * (1 + s.drafts) for s in rows]))
+            # a row's token and drafts stand at reach, reach + 1, …
+            budget.take_contexts(sum([s.reach * (1 + s.drafts) + s.drafts * (s.drafts + 1) // 2 for s in rows]))
         chunks = self._chunks(budget)
         new_blocks, preempted = self._cover(rows, chunks)
         if preempted:

@@ -28,30 +28,42 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def rope_of(fields: Fields, head_dim: int, layer_type: str = "full_attention", theta: float = 10000.0) -> RopeConfig:
-    """The rotary embedding of the layers of one type; theta is the family's default.
+def rope_of(
+    fields: Fields,
+    head_dim: int,
+    layer_type: str = "full_attention",
+    theta: float = 10000.0,
+    *,
+    partial: bool = False,
+) -> RopeConfig:
+    """The rotary embedding of the layers of one type; theta is the family's default. partial: of a family that may
+    rotate a part of each head only.
 
-    UnsupportedError for an unknown type, CheckpointError for a missing or senseless parameter.
+    UnsupportedError for an unknown type or a part of the heads where the family knows none, CheckpointError for a missing or senseless parameter.
     """
     section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.source)
     if any(name in section.values for name in LAYER_TYPES):
         section = section.section(layer_type) or Fields({}, section.source)
     kind = section.choice("rope_type" if section.has("rope_type") else "type", _KINDS, "default")
     rotary = section.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rotary != 1.0 and not partial:
+        where = section if section.has("partial_rotary_factor") else fields
+        # other readers of such a file rotate whole heads and say nothing: whoever made it meant one of the two
+        raise where.unsupported("partial_rotary_factor", "this family rotates whole heads: take it out or make it 1")
     rotary_dim = int(head_dim * rotary)
     theta = section.number("rope_theta", fields.number("rope_theta", theta))
     if theta <= 0 or rotary_dim < 2 or rotary_dim % 2:
         raise section.wrong("rope_theta" if theta <= 0 else "partial_rotary_factor", "this cannot rotate")
-    partial = rotary_dim if rotary_dim != head_dim else None
+    part = rotary_dim if rotary_dim != head_dim else None
     if kind == "default":
-        return RopeConfig(theta=theta, rotary_dim=partial)
+        return RopeConfig(theta=theta, rotary_dim=part)
     max_position = fields.integer("max_position_embeddings")
     original = section.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_position)
     )
     may_lack_factor = kind in ("yarn", "longrope")
     factor = section.positive("factor", max_position / original if may_lack_factor else None)
-    rope = RopeConfig(theta=theta, kind=kind, factor=factor, rotary_dim=partial)
+    rope = RopeConfig(theta=theta, kind=kind, factor=factor, rotary_dim=part)
     if kind == "linear":
         return rope
     return _scaled(section, replace(rope, original_max_position=original), rotary_dim // 2)
