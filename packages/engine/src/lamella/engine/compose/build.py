@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 from lamella.engine.adapters.speculator import from_config
 from lamella.engine.compose.core_config import CoreConfig
 from lamella.engine.compose.describe import describe
+from lamella.engine.compose.tiers import LateMover, build_tiers
+from lamella.engine.compose.tiers import parse as parse_tiers
 from lamella.engine.config.machine import read_machine
 from lamella.engine.config.resolve import (
     CPU_MIN_TOKENS,
@@ -25,12 +27,15 @@ from lamella.engine.config.resolve import (
     resolve_kv_memory,
     resolve_token_budget,
 )
-from lamella.engine.config.schema import format_size
+from lamella.engine.config.schema import EngineOptions, format_size
 from lamella.engine.core import CoreOptions, EngineCore
 from lamella.engine.errors import EngineError, StartError
 from lamella.engine.executor.in_process import InProcess
+from lamella.engine.scheduler.config import no_patience
 from lamella.engine.scheduler.kv_plan import KvDemand, plan_blocks
+from lamella.kvtier.config import TiersConfig
 from lamella.runner_v2.errors import RunnerError
+from lamella.runner_v2.weights.identity import weights_identity
 from lamella.runner_v2.weights.open import read_config
 from lamella.runner_v2.worker import Worker
 
@@ -69,13 +74,17 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
     _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
-    executor = InProcess(Worker(resolved.runner, speculator))
+    wanted = _wanted_tiers(options)
+    mover = LateMover() if wanted is not None else None
+    executor = InProcess(Worker(resolved.runner, speculator, mover=mover), mover=mover)
     try:
         (report,) = executor.open()
         loaded = time.perf_counter()
         say(f"loaded {format_size(report.weight_bytes)} of weights in {loaded - started:.1f} s")
         resolved = resolve_kv_memory(resolved, report)
-        resolved = resolve_token_budget(resolved, *_time_chunks(executor, resolved))
+        given = bool(options.max_num_batched_tokens)
+        chunks = [] if given and wanted is None else _time_chunks(executor, resolved)
+        resolved = resolve_token_budget(resolved, *chunks)
         demand = KvDemand(
             resolved.max_model_len,
             resolved.max_num_batched_tokens,
@@ -86,6 +95,11 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         )
         num_blocks = plan_blocks((report,), resolved.kv_bytes, demand).num_blocks
         (explained,) = executor.call("explain", {})
+        identity = f"{weights_identity(config.model_path, with_weights=options.load_format != 'dummy')} {options.dtype}"
+        tiers = None
+        if wanted is not None and mover is not None:
+            tiers = build_tiers(wanted, resolved, report, num_blocks, identity, chunks)
+            mover.attach(tiers.mover)
         core = EngineCore(
             executor,
             (report,),
@@ -98,8 +112,12 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 token_cost=resolved.token_cost,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,
-                model=f"{model.family} {config.model_path} {options.dtype}",
-                report=describe(resolved, machine, report, num_blocks, explained, speculator),
+                model=identity,
+                tiers=None if tiers is None else tiers.plan,
+                patience=no_patience if tiers is None else tiers.patience,
+                report=describe(
+                    resolved, machine, report, num_blocks, explained, speculator, [] if tiers is None else tiers.shown
+                ),
             ),
             draw_seed=_seeds(options.seed),
         )
@@ -115,6 +133,16 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         f"ready in {time.perf_counter() - started:.1f} s"
     )
     return core
+
+
+def _wanted_tiers(options: EngineOptions) -> TiersConfig | None:
+    """Raises StartError where tiers have nothing to hold."""
+    wanted = parse_tiers(options.kv_tier)
+    if wanted is not None and not options.enable_prefix_caching:
+        raise StartError(
+            "--kv-tier holds cached prefixes, and --no-enable-prefix-caching has none; leave one of them out"
+        )
+    return wanted
 
 
 def _share_threads(num_threads: int | None) -> None:
@@ -140,10 +168,8 @@ def _seeds(seed: int | None) -> Callable[[], int] | None:
 
 
 def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:
-    """Chunks of a prompt for resolve_token_budget: none if the user's choice makes them needless, one if no sequence is
-    longer than the shortest step."""
-    if resolved.options.max_num_batched_tokens:
-        return []
+    """Chunks of a prompt for resolve_token_budget and for what computing again costs: one if no sequence is longer than
+    the shortest step."""
     longest = resolved.max_model_len
     places = [(min(MEASURED_TOKENS, longest), 0)]
     if longest > CPU_MIN_TOKENS:

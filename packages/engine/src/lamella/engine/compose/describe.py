@@ -20,11 +20,13 @@ def describe(
     num_blocks: Sequence[int],
     explained: dict[str, Any],
     speculator: DrafterSpeculator | None,
+    tiers: Sequence[Sequence[Any]] = (),
 ) -> dict[str, Any]:
-    """Sections: model, options, ops, KV groups, memory, sampling defaults, speculation.
+    """Sections: model, options, ops, KV groups, memory, KV tiers, sampling defaults, speculation.
 
     machine: as it was before loading. num_blocks: per group of the report, the null block included. explained: the
-    runner's op table. A section is a table whose first row names the columns, or key -> value; sizes are bytes.
+    runner's op table. tiers: a table of those below the device. A section is a table whose first row names the columns,
+    or key -> value; sizes are bytes.
     """
     return {
         "model": _model(resolved),
@@ -32,6 +34,7 @@ def describe(
         "ops": _ops(explained, resolved.model.num_layers),
         "KV groups": _groups(report, num_blocks),
         "memory": _memory(resolved, machine, report, num_blocks),
+        "KV tiers": [list(row) for row in tiers],
         "sampling defaults": dict(resolved.sampling_defaults),
         "speculation": {"most drafts": speculator.needs.max_drafts} if speculator else {},
     }

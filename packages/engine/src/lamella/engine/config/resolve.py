@@ -242,16 +242,16 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
 def resolve_token_budget(resolved: Resolved, *chunks: TimedChunk) -> Resolved:
     """Decide max_num_batched_tokens, and how much more a token costs in a long context, from timed chunks of a prompt.
 
-    chunks: one from the prompt's start, then, if sequences can be long, one far behind it; none where the user gave
-    max_num_batched_tokens, which then counts tokens wherever they stand.
+    chunks: one from the prompt's start, then, if sequences can be long, one far behind it; not looked at where the user
+    gave max_num_batched_tokens, which then counts tokens wherever they stand.
     """
-    if resolved.options.max_num_batched_tokens:
+    if resolved.options.max_num_batched_tokens:  # chunks may have been timed for another purpose
         return resolved.deciding(
             "max_num_batched_tokens",
             str(resolved.options.max_num_batched_tokens),
             "given: steps of so many tokens, however long they take",
         )
-    base_s, cost = _token_cost(*chunks)
+    base_s, cost = token_cost(*chunks)
     fitting = (cost.fitting(0, CPU_STEP_TARGET_S / base_s) - 1) // 64 * 64
     budget = max(CPU_MIN_TOKENS, resolved.max_num_seqs, min(fitting, CPU_MAX_TOKENS))
     limit = cost.of(0, budget)
@@ -275,7 +275,7 @@ def resolve_token_budget(resolved: Resolved, *chunks: TimedChunk) -> Resolved:
     )
 
 
-def _token_cost(first: TimedChunk, far: TimedChunk | None = None) -> tuple[float, TokenCost]:
+def token_cost(first: TimedChunk, far: TimedChunk | None = None) -> tuple[float, TokenCost]:
     """Seconds of a token with nothing before it, and the line through both points."""
     if far is None:
         return first.seconds_per_token, FLAT

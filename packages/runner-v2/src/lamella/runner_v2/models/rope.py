@@ -39,7 +39,8 @@ def rope_of(
     """The rotary embedding of the layers of one type; theta is the family's default. partial: of a family that may
     rotate a part of each head only.
 
-    UnsupportedError for an unknown type or a part of the heads where the family knows none, CheckpointError for a missing or senseless parameter.
+    UnsupportedError for an unknown type or a part of the heads where the family knows none, CheckpointError for a
+    missing or senseless parameter.
     """
     section = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({}, fields.source)
     if any(name in section.values for name in LAYER_TYPES):

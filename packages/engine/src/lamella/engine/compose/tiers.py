@@ -1,0 +1,139 @@
+"""Builds what lies below the device's KV blocks: plan for the books, memory of the host tier, movers.
+
+options.kv_tier ─▶ parse ─▶ (model loaded, blocks planned) ─▶ slots, fingerprint ─▶ TierPlan, TierMover
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lamella.engine.config.resolve import Resolved, TimedChunk, token_cost
+from lamella.engine.config.schema import format_size
+from lamella.engine.core import tier_layout
+from lamella.engine.errors import StartError
+from lamella.kvtier import AdmissionPlan, CostModel, Job, KvTierError, TierEvent, TierPlan
+from lamella.kvtier.config import TiersConfig, parse_tiers
+from lamella.kvtier.data.external import manager_maker
+from lamella.kvtier.data.host_buffer import HostBuffer, slots_for
+from lamella.kvtier.data.mover import TierMover
+from lamella.runner_v2.step import KvLayout, RankReport
+
+LEAST_PATIENCE_S = 0.05
+"""A sequence waits at least so long for a tier."""
+PATIENCE = 2.0
+"""Else so many times as long as computing its prompt would take."""
+
+
+class BuiltTiers(NamedTuple):
+    """What the core needs, and what `lamella inspect` shows."""
+
+    plan: TierPlan
+    mover: TierMover
+    shown: list[list[Any]]
+
+    def patience(self, num_tokens: int) -> float:
+        """Seconds that a sequence of so many tokens waits for its prefix."""
+        return max(LEAST_PATIENCE_S, PATIENCE * self.plan.cost.recompute_s(0, num_tokens))
+
+
+class LateMover:
+    """Stands for a mover while there is none: the worker is made before its blocks' sizes are known."""
+
+    def __init__(self) -> None:
+        self._mover: TierMover | None = None
+
+    def attach(self, mover: TierMover) -> None:
+        """From now on this is that mover."""
+        self._mover = mover
+
+    @property
+    def _attached(self) -> TierMover:
+        assert self._mover is not None, "copies before the tiers were made"
+        return self._mover
+
+    def bind(self, layers: Sequence[Sequence[int]], caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._attached.bind(layers, caches)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self._attached.submit(jobs)
+
+    def poll(self) -> list[TierEvent]:
+        return self._attached.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._attached.wait(timeout_s)
+
+    def before_step(self, step_id: int) -> None:
+        self._attached.before_step(step_id)
+
+    def wait_layer(self, layer_idx: int) -> None:
+        if self._mover is not None:  # chunks that are only timed read no block
+            self._mover.wait_layer(layer_idx)
+
+    def after_step(self, step_id: int) -> None:
+        self._attached.after_step(step_id)
+
+    def close(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+
+
+def parse(texts: Sequence[str]) -> TiersConfig | None:
+    """What --kv-tier says; None without it. Raises StartError naming what is wrong; nothing is made yet."""
+    if not texts:
+        return None
+    try:
+        config = parse_tiers(list(texts))
+        for external in config.externals:
+            manager_maker(external.module_path, external.options)
+    except KvTierError as error:
+        raise StartError(f"--kv-tier {error}") from None
+    if config.disk is not None:
+        raise StartError("--kv-tier: the engine has no disk tier yet; leave disk= out")
+    return config
+
+
+def build_tiers(
+    config: TiersConfig,
+    resolved: Resolved,
+    report: RankReport,
+    num_blocks: tuple[int, ...],
+    model: str,
+    chunks: Sequence[TimedChunk],
+) -> BuiltTiers:
+    """Make the tiers. model: identity of the weights. chunks: timed ones, for the cost of computing again. Raises
+    StartError if there is no memory, folder or manager for them."""
+    sizes = [group.bytes_per_block for group in report.groups]
+    layout = tier_layout(report, KvLayout(num_blocks), f"{model} tp=1")
+    base_s, cost = token_cost(*chunks)
+    try:
+        slots = slots_for(config.ram_bytes, sizes, [1] * len(sizes))
+        buffer = HostBuffer(sizes, slots)
+        mover = TierMover(
+            buffer,
+            fingerprint=layout.fingerprint(),
+            externals=[(e.name, manager_maker(e.module_path, e.options)) for e in config.externals],
+        )
+    except (KvTierError, OSError) as error:
+        raise StartError(f"--kv-tier: {error}") from error
+    plan = TierPlan(
+        host_slots=tuple(slots),
+        eviction=config.policy,
+        admission=AdmissionPlan(mode=config.admission),  # type: ignore[arg-type]
+        externals=tuple(external.name for external in config.externals),
+        cost=CostModel(prefill_s_per_token=base_s, prefill_s_per_position=base_s * cost.slope),
+    )
+    return BuiltTiers(plan, mover, _shown(config, slots, report))
+
+
+def _shown(config: TiersConfig, slots: Sequence[int], report: RankReport) -> list[list[Any]]:
+    rows: list[list[Any]] = [["tier", "size", "holds", "how"]]
+    tokens = min(count * group.block_size for count, group in zip(slots, report.groups))
+    rows.append(
+        ["host", format_size(config.ram_bytes), f"{tokens} tokens", f"{config.policy}, admits {config.admission}"]
+    )
+    rows += [[external.name, "its own", external.module_path, ""] for external in config.externals]
+    return rows
