@@ -241,7 +241,7 @@ class Simulation:
             lookahead=world.lookahead,
         )
         self.clock = FakeClock()
-        self.mover = FakeMover(self.runner, random.Random(seed), world.faults)
+        self.mover = FakeMover(lambda: self.runner._memory, random.Random(seed), world.faults)
         self.executor = CheckedExecutor(
             self.runner,
             depth=world.depth,

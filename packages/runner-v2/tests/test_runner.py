@@ -267,6 +267,10 @@ class TestMover:
         calls: list[tuple[str, int]] = []
 
         class Mover:
+            def bind(self, layers: Any, caches: Any) -> None:
+                assert sorted(i for group in layers for i in group) == [0, 1, 2]
+                assert all(len(tensors) == 2 for tensors in caches)
+
             def before_step(self, step_id: int) -> None:
                 calls.append(("before", step_id))
 

@@ -42,6 +42,8 @@ ENGINE = {
     "chat": LOADING | {"chat_template", "enable_prefix_caching"},
     "serve": LOADING | {"chat_template", "enable_prefix_caching", "scheduling_policy", "seed", "max_logprobs"},
     "inspect": LOADING | {"enable_prefix_caching", "scheduling_policy"},
+    "tiers": set(),
+    "top": set(),
     "bench_latency": LOADING | {"enable_prefix_caching"},
     "bench_throughput": LOADING | {"enable_prefix_caching"},
     "bench_serve": set(),
@@ -56,6 +58,8 @@ OWN = {
     "chat": {"system", *NAMES},
     "serve": set(),
     "inspect": {"json"},
+    "tiers": set(),
+    "top": {"base_url", "api_key", "interval", "count"},
     "bench_latency": {"input_len", "output_len", "batch_size", "num_iters_warmup", "num_iters"},
     "bench_throughput": {"num_prompts", "input_len", "output_len", "spread"},
     "bench_serve": {

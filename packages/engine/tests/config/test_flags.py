@@ -49,7 +49,7 @@ def test_every_field_has_a_working_flag(options: type) -> None:
             parsed = parser.parse_args(["--no-" + field.name.replace("_", "-")])
             assert getattr(options_from(parsed, options), field.name) is False
             continue
-        if kind == "list":
+        if kind in ("list", "texts"):
             parsed = parser.parse_args([flag(field.name), "a", flag(field.name), "b"])
             assert getattr(options_from(parsed, options), field.name) == ["a", "b"]
             continue
@@ -72,6 +72,13 @@ def test_every_flag_is_explained() -> None:
     text = parser.format_help()
     assert "--kv-cache-memory SIZE" in text
     assert "(default: 64)" in text
+
+
+def test_a_variable_of_tiers_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMELLA_KV_TIER", 'ram=1GiB,external=a.b:C,{"x": [1, 2]}')
+    assert parse().kv_tier == ['ram=1GiB,external=a.b:C,{"x": [1, 2]}']
+    assert parse("--kv-tier", "ram=2GiB").kv_tier == ["ram=2GiB"]
+    assert engine_options(model="m", kv_tier="ram=2GiB").kv_tier == ["ram=2GiB"]
 
 
 def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lamella.engine.executor.protocol import Events, RankDied
-from lamella.kvtier import Job, TicketResult, TierEvent
+from lamella.kvtier import CopyJob, Job, LookupJob, LookupResult, TicketResult, TierEvent
 from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput
 
 log = logging.getLogger("lamella.executor")
@@ -88,7 +88,9 @@ class InProcess:
     def copy(self, jobs: Sequence[Job]) -> None:
         """Hand jobs to the mover; without one they fail, which is a miss and never wrong data."""
         if self._mover is None:
-            self._tickets += [TicketResult(job.ticket, False, "there is no tier beside the device") for job in jobs]
+            copies = [job for job in jobs if isinstance(job, CopyJob)]
+            self._tickets += [TicketResult(job.ticket, False, "there is no tier beside the device") for job in copies]
+            self._tickets += [LookupResult(job.ticket, 0) for job in jobs if isinstance(job, LookupJob)]
         else:
             self._mover.submit(jobs)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lamella.kvtier import ClearJob, CopyJob, Job, Key, LookupJob, LookupResult, Presence, TicketResult, TierEvent
-from lamella.runner_v2.testing.fake_runner import FakeRunner
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,11 @@ class Faults:
 
 
 class FakeMover:
-    """A BlockMover over FakeRunner's memory."""
+    """A BlockMover over blocks that are bytes."""
 
-    def __init__(self, runner: FakeRunner, rng: random.Random, faults: Faults) -> None:
-        self.runner = runner
+    def __init__(self, memory: Callable[[], Sequence[bytearray]], rng: random.Random, faults: Faults) -> None:
+        """memory: the device's blocks, per group one after the other."""
+        self.memory = memory
         self.rng = rng
         self.faults = faults
         self.host: dict[tuple[int, int], bytes] = {}
@@ -107,7 +107,7 @@ class FakeMover:
         return True
 
     def _device(self, group: int, block: int, size: int) -> memoryview:
-        return memoryview(self.runner._memory[group])[block * size : (block + 1) * size]
+        return memoryview(self.memory()[group])[block * size : (block + 1) * size]
 
     def _forget(self) -> None:
         name = self.rng.choice(sorted(self.stores))
@@ -116,6 +116,3 @@ class FakeMover:
             group, key = self.rng.choice(sorted(store))
             del store[group, key]
             self._events.append(Presence("disk" if name == "disk" else "external", name, (), ((group, key),)))
-
-
-MakeMover = Callable[[FakeRunner], FakeMover]
