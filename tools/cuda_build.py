@@ -43,9 +43,8 @@ def main() -> int:
         )
         if not passed
     ]
-    print(
-        f"cuda-build: {'failed: ' + ', '.join(failed) if failed else 'all is well'} ({time.monotonic() - started:.0f} s)"
-    )
+    outcome = f"failed: {', '.join(failed)}" if failed else "all is well"
+    print(f"cuda-build: {outcome} ({time.monotonic() - started:.0f} s)")
     return 1 if failed else 0
 
 
