@@ -86,11 +86,17 @@ def check_library(archs: list[str]) -> bool:
         for name in re.findall(r"NEEDED\s+(\S+)", needed)
         if not re.match(r"(lib(c|m|dl|rt|pthread)|ld-linux)\b", name)
     ]
+    exported = subprocess.run(
+        ["nm", "-D", "--defined-only", "--format=just-symbols", str(library)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    strangers = [name for name in exported if not name.startswith("lamella_")]
+    if strangers:
+        print(f"the library exports {len(strangers)} names that are not its own, such as {strangers[0]}")
     if found != set(archs):
         print(f"the library has code for {sorted(found)}, asked for were {sorted(archs)}")
     if foreign:
         print(f"the library needs {foreign}, which not every machine has")
-    return found == set(archs) and not foreign
+    return found == set(archs) and not foreign and not strangers
 
 
 def run(words: list[str]) -> bool:

@@ -34,7 +34,7 @@ def why_not(device: int = 0) -> str | None:
     major, minor = capability(device)
     if major == 0:
         return f"no CUDA device {device} with a driver that is new enough (CUDA 13 needs 580 or later)"
-    archs = _native.archs.split(";")
+    archs = _native.archs.split(",")
     if any(_runs(arch, major, minor) for arch in archs):
         return None
     return f"built for {', '.join(archs)}, the device has compute capability {major}.{minor}"
