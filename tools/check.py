@@ -8,6 +8,7 @@ Steps: ruff, format, mypy, imports, tidy; all of them if none is named. --fix le
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -29,9 +30,8 @@ class Outcome(NamedTuple):
 
 def commands() -> dict[str, dict[str, list[str]]]:
     """Step -> name -> command."""
-    # kernels-* are in environments of their own, with their vendor's compiler
     folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-    packages = [folder.replace("-", "_") for folder in folders if not folder.startswith("kernels-")]
+    packages = [folder.replace("-", "_") for folder in folders]
     return {
         "ruff": {"ruff check": [*PYTHON, "ruff", "check"]},
         "format": {"ruff format": [*PYTHON, "ruff", "format", "--check", "--output-format=concise"]},
@@ -45,7 +45,12 @@ def commands() -> dict[str, dict[str, list[str]]]:
 def run(name: str, command: list[str]) -> Outcome:
     """Run one command; its output is shown only if it failed."""
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # kernels-* are installed in environments of their own, with their vendor's compiler; their sources are read here
+    sources = [str(path) for path in sorted((ROOT / "packages").glob("kernels-*/src"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode != 0:
         print(f"---- {name}\n{done.stdout.rstrip()}", flush=True)
     return Outcome(name, done.returncode == 0, time.monotonic() - start)

@@ -52,7 +52,7 @@ def ci(root, tmp_path):
     return run
 
 
-PARTS = ["run test", "run check", "run alone --fast"]
+PARTS = ["run test", "run check", "run cuda-build:check", "run alone --fast"]
 
 
 def test_hatch_is_installed_where_that_is_allowed(ci):

@@ -51,7 +51,9 @@ function(lamella_cuda_library name)
     message(FATAL_ERROR "LAMELLA_CUDA_ARCHS must hold 90a: the dispatch names its kernels")
   endif()
   set_target_properties(${name} PROPERTIES CXX_VISIBILITY_PRESET hidden LINKER_LANGUAGE CUDA)
-  target_link_options(${name} PRIVATE -static-libstdc++ -static-libgcc)
+  # what is linked in must not be seen from outside: else exceptions of other libraries go through our copy of the
+  # unwinder, which ends the process
+  target_link_options(${name} PRIVATE -static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL)
 endfunction()
 
 function(_lamella_objects library object archs)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
+_native: ModuleType | None = None
+_reason = ""
 try:
-    from lamella.kernels_cuda import _C as _native
+    _native = importlib.import_module("lamella.kernels_cuda._C")
 except ImportError as error:  # built without nvcc, or for another platform
-    _native = None  # type: ignore[assignment]
     _reason = (
         f"the native module of lamella-kernels-cuda cannot be loaded ({error}); install its wheel for Linux x86-64"
     )
-else:
-    _reason = ""
 
 
 def native() -> ModuleType:
@@ -34,7 +34,7 @@ def why_not(device: int = 0) -> str | None:
     major, minor = capability(device)
     if major == 0:
         return f"no CUDA device {device} with a driver that is new enough (CUDA 13 needs 580 or later)"
-    archs = _native.archs.split(";")
+    archs = _native.archs.split(",")
     if any(_runs(arch, major, minor) for arch in archs):
         return None
     return f"built for {', '.join(archs)}, the device has compute capability {major}.{minor}"
