@@ -32,7 +32,7 @@ log = logging.getLogger("lamella.core")
 SETTLE_S = 2.0
 """What a core that is closed waits for copies that are under way."""
 FIGURES_S = 0.25
-"""The figures of the tiers in Stats are no older."""
+"""The figures of the tiers in a batch's stats are no older."""
 COPY_WAIT_S = 0.005
 """A round in which nothing can be computed waits no longer for a copy: requests come in between rounds."""
 
@@ -209,11 +209,8 @@ class EngineCore:
         stats = self._scheduler.snapshot()
         stats.schedule_seconds = self._schedule_s
         if self._moves:
-            now_s = self._clock()
-            if now_s - self._figures_s >= FIGURES_S:
-                self._figures_s = now_s
-                self._figures = tier_figures(self._manager)
-            stats.tiers = self._figures
+            self._figures_s = self._clock()
+            self._figures = stats.tiers = tier_figures(self._manager)
         return stats
 
     def check(self) -> None:
@@ -281,6 +278,15 @@ class EngineCore:
             self._scheduler.books.distrust(suspects)
         self._move()  # what a copy that ended makes possible
 
+    def _batch_stats(self) -> Stats:
+        """For every batch: the tiers' figures may be a little old."""
+        if not self._moves or self._clock() - self._figures_s >= FIGURES_S:
+            return self.stats()
+        stats = self._scheduler.snapshot()
+        stats.schedule_seconds = self._schedule_s
+        stats.tiers = self._figures
+        return stats
+
     def _batch(self, deltas: list[Delta]) -> Batch | None:
         if self._untold:
             deltas = self._untold + deltas
@@ -291,7 +297,7 @@ class EngineCore:
         if not deltas and counts == self._told:
             return None
         self._told = counts
-        return Batch(deltas, self.stats())
+        return Batch(deltas, self._batch_stats())
 
 
 def tier_figures(manager: TierManager) -> dict[str, TierFigures]:

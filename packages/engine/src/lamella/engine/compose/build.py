@@ -139,9 +139,7 @@ def _wanted_tiers(options: EngineOptions) -> TiersConfig | None:
     """Raises StartError where tiers have nothing to hold."""
     wanted = parse_tiers(options.kv_tier)
     if wanted is not None and not options.enable_prefix_caching:
-        raise StartError(
-            "--kv-tier holds cached prefixes, and --no-enable-prefix-caching has none; leave one of them out"
-        )
+        raise StartError("--kv-tier keeps cached prefixes, and --no-enable-prefix-caching has none: leave one out")
     return wanted
 
 
@@ -171,9 +169,10 @@ def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:
     """Chunks of a prompt for resolve_token_budget and for what computing again costs: one if no sequence is longer than
     the shortest step."""
     longest = resolved.max_model_len
-    places = [(min(MEASURED_TOKENS, longest), 0)]
+    most = min(longest, resolved.runner.max_num_tokens)
+    places = [(min(MEASURED_TOKENS, most), 0)]
     if longest > CPU_MIN_TOKENS:
-        places.append((FAR_TOKENS, min(FAR_CONTEXT, longest - FAR_TOKENS)))
+        places.append((min(FAR_TOKENS, most), min(FAR_CONTEXT, longest - FAR_TOKENS)))
     chunks = []
     for num_tokens, context_len in places:
         (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens, "context_len": context_len})
