@@ -86,9 +86,8 @@ def check_library(archs: list[str]) -> bool:
         for name in re.findall(r"NEEDED\s+(\S+)", needed)
         if not re.match(r"(lib(c|m|dl|rt|pthread)|ld-linux)\b", name)
     ]
-    exported = subprocess.run(
-        ["nm", "-D", "--defined-only", "--format=just-symbols", str(library)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    listing = ["nm", "-D", "--defined-only", "--format=just-symbols", str(library)]
+    exported = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
     strangers = [name for name in exported if not name.startswith("lamella_")]
     if strangers:
         print(f"the library exports {len(strangers)} names that are not its own, such as {strangers[0]}")
