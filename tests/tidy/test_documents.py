@@ -24,8 +24,13 @@ def test_hatch_scripts_that_are_named_exist(root):
     section = settings.split("[tool.hatch.envs.default.scripts]")[1].split("[tool.")[0]
     scripts = set(re.findall(r"^([\w-]+) = ", section, re.MULTILINE))
     texts = [(root / document).read_text(encoding="utf-8") for document in DOCUMENTS]
-    named = {name for text in texts for name in re.findall(r"hatch run ([\w-]+)", text)}
-    assert named <= scripts
+    named = {name for text in texts for name in re.findall(r"hatch run ([\w:-]+)", text)}
+    of_others = {name for name in named if ":" in name}
+    for name in of_others:
+        environment, script = name.split(":")
+        other = settings.split(f"[tool.hatch.envs.{environment}.scripts]")[1].split("[tool.")[0]
+        assert re.search(rf"^{script} = ", other, re.MULTILINE), name
+    assert named - of_others <= scripts
     assert {"demo", "test", "check", "bench", "alone"} <= named
 
 

@@ -316,8 +316,8 @@ class _Running:
 class TextStream:
     """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`.
 
-    A loop over it may be left and taken up again; behind the last piece of an answer that failed it raises RequestError
-    with the reason. A stream that nobody holds any more is closed.
+    A loop over it may be left and taken up again. An answer that fails ends like any other: output.error has the reason.
+    A stream that nobody holds any more is closed.
     """
 
     def __init__(self, llm: LLM, running: _Running) -> None:
@@ -334,11 +334,8 @@ class TextStream:
                 if text:
                     yield text
             if self.finished or self._running.generation.request.request_id not in self._llm._open:
-                break
+                return
             self._llm._step()
-        errors = self._running.generation.errors
-        if self.finished and errors:
-            raise RequestError(errors[0])
 
     @property
     def finished(self) -> bool:

@@ -1,11 +1,8 @@
-"""The tiers of the KV cache: does one pay, is a folder sound, how fast could it be?
+"""The tiers of the KV cache: does one pay?
 
   lamella tiers report --base-url http://127.0.0.1:8000        figures of a running server, and what each tier is worth
-  lamella tiers verify /folder                                 read every record of a disk tier and check it
-  lamella tiers bench /folder --block-bytes 1MiB --depth 32    speed of the folder, through the tier and raw
 
-A server gets tiers with `lamella serve MODEL --kv-tier ram=4GiB,disk=/folder:100GiB`. verify and bench need no server;
-neither changes what is in the folder. `lamella tiers WHAT --help` lists the options of each.
+A server gets tiers with `lamella serve MODEL --kv-tier ram=4GiB`. `lamella tiers report --help` lists the options.
 """
 
 from __future__ import annotations
@@ -16,11 +13,7 @@ import importlib
 from lamella.engine.config.flags import Parser
 from lamella.engine.errors import StartError
 
-WHAT = {
-    "report": "what the tiers of a running server hold, give and cost",
-    "verify": "check every record of a disk tier's folder",
-    "bench": "measure a folder",
-}
+WHAT = {"report": "what the tiers of a running server hold, give and cost"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
