@@ -15,6 +15,7 @@ import pytest
 
 from lamella.engine.cli.bench import WHAT
 from lamella.engine.cli.main import COMMANDS, main
+from lamella.engine.cli.tiers import WHAT as TIERS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 READMES = [ROOT / "README.md", ROOT / "packages" / "engine" / "README.md"]
@@ -34,7 +35,7 @@ def commands_in(text: str) -> Iterator[str]:
 
 def shown() -> list[str]:
     texts = [path.read_text(encoding="utf-8") for path in READMES]
-    for name in [*COMMANDS, *(f"bench_{what}" for what in WHAT)]:
+    for name in [*COMMANDS, *(f"bench_{what}" for what in WHAT), *(f"tiers_{what}" for what in TIERS)]:
         texts.append(importlib.import_module(f"lamella.engine.cli.{name}").__doc__ or "")
     return sorted({command for text in texts for command in commands_in(text) if "COMMAND" not in command})
 
@@ -61,7 +62,8 @@ def test_each_command_that_is_shown_is_taken(command: str, monkeypatch: pytest.M
         words[1:2] = ["latency"]
     if words in (["bench", "latency"], ["bench", "throughput"]):
         words.append("MODEL")
-    for name in [*(set(COMMANDS) - {"bench"}), *(f"bench_{what}" for what in WHAT)]:
+    of_several = [*(f"bench_{what}" for what in WHAT), *(f"tiers_{what}" for what in TIERS)]
+    for name in [*(set(COMMANDS) - {"bench", "tiers"}), *of_several]:
         module: Any = importlib.import_module(f"lamella.engine.cli.{name}")
         monkeypatch.setattr(module, "run", lambda args, name=name: ran.append(name) or 0)
     if "--help" in words:
@@ -69,7 +71,7 @@ def test_each_command_that_is_shown_is_taken(command: str, monkeypatch: pytest.M
             main(words)
         return
     assert main(words) == 0
-    assert ran == ["_".join(words[:2]) if words[0] == "bench" else words[0]]
+    assert ran == ["_".join(words[:2]) if words[0] in ("bench", "tiers") else words[0]]
 
 
 def test_the_python_of_the_readme_runs(smollm2_path: Path) -> None:
