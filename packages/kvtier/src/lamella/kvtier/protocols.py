@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class ExternalManager(Protocol):
@@ -40,3 +40,87 @@ class BlockCopier(Protocol):
         source, target: tensors [num_blocks, num_words], rows contiguous, any stride between them; one on the device,
         one in pinned host memory. pairs: [num_copies, 2] int64 on the device.
         """
+
+
+# ---- disk ----------------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds, never backwards."""
+
+
+class DiskOp(NamedTuple):
+    """Read or write one range of one file: the buffers lie behind one another in the file, from offset on."""
+
+    op_id: int
+    write: bool
+    name: str
+    offset: int
+    buffers: tuple[memoryview, ...]
+    """Address, length and offset are multiples of the disk's alignment. They must stay until the op is done."""
+
+
+class DiskDone(NamedTuple):
+    """The end of an op; each has exactly one."""
+
+    op_id: int
+    result: int
+    """Bytes transferred, fewer than asked at the end of a file or device; or the negative errno."""
+
+
+class Disk(Protocol):
+    """One private folder of flat files. All calls come from one thread, but wake() from any.
+
+    Transfers are submitted and polled and never raise; what concerns whole files is done at once and raises OSError.
+    """
+
+    @property
+    def engine_name(self) -> str: ...
+
+    @property
+    def alignment(self) -> int:
+        """1: any address and length will do."""
+
+    @property
+    def read_only(self) -> bool: ...
+
+    def submit(self, ops: Sequence[DiskOp]) -> None:
+        """Start these. A file that cannot be opened is told by poll()."""
+
+    def poll(self, min_done: int, timeout_s: float) -> list[DiskDone]:
+        """What is done, in any order: waits until min_done ops are, timeout_s is over or wake() was called."""
+
+    def wake(self) -> None:
+        """Let a poll() that waits return."""
+
+    def names(self) -> dict[str, int]:
+        """Every file -> its bytes."""
+
+    def size(self, name: str) -> int: ...
+
+    def create(self, name: str, num_bytes: int) -> None:
+        """A new, empty file with room for num_bytes, readable by its owner only. FileExistsError if there is one."""
+
+    def seal(self, name: str, new_name: str, num_bytes: int) -> None:
+        """Cut the file to num_bytes and give it its new name."""
+
+    def remove(self, name: str) -> None:
+        """Ops in flight on it end as if it were there."""
+
+    def get(self, name: str) -> bytes:
+        """A whole small file."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """A whole small file, in place of the one with this name: readers see the old one or the new one."""
+
+    def lock(self, name: str) -> bool:
+        """Take a file's lock, making the file: True, or False if another holds it. Dies with its holder."""
+
+    def unlock(self, name: str, remove: bool = False) -> None: ...
+
+    def close(self) -> None:
+        """Waits for the ops in flight; locks are released."""
+
+
+# ---- end of disk ---------------------------------------------------------------------------------------------------
