@@ -316,8 +316,8 @@ class _Running:
 class TextStream:
     """The pieces of one answer, as they come. `output` is what is known so far, or all of it once `finished`.
 
-    A loop over it may be left and taken up again. An answer that fails ends like any other: output.error has the reason.
-    A stream that nobody holds any more is closed.
+    A loop over it may be left and taken up again. An answer that fails ends like any other, and output.error has the
+    reason. A stream that nobody holds any more is closed.
     """
 
     def __init__(self, llm: LLM, running: _Running) -> None:
