@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,59 @@ def test_an_external_manager_keeps_prefixes_over_a_restart(folder: str, store: s
     assert told == expected
     assert stats.tiers["HttpManager"].hit_tokens > 0
     assert stats.tiers["HttpManager"].failures == {}
+
+
+@pytest.mark.parametrize("folder", sorted(TINY_CONFIGS), indirect=True)
+def test_every_family_starts_warm_from_its_folder(folder: str, tmp_path: Path) -> None:
+    pool = pool_of(folder)
+    expected, _ = chats(folder, pool=pool)
+    text = f"ram=8MiB,disk={tmp_path / 'kv'}:64MiB"
+    assert chats(folder, pool=pool, kv_tier=text)[0] == expected
+    told, stats = chats(folder, pool=pool, kv_tier=text)  # another engine: its device and host begin empty
+    assert told == expected
+    disk = stats.tiers["disk"]
+    assert disk.hit_tokens > 0
+    assert disk.failures == {}
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_another_models_folder_is_no_hit(folder: str, tmp_path: Path) -> None:
+    text = f"ram=1MiB,disk={tmp_path / 'kv'}:64MiB"
+    pool = pool_of(folder)
+    chats(folder, pool=pool, kv_tier=text)
+    write_folder(tmp_path / "other", "llama", seed=1)
+    told, stats = chats(str(tmp_path / "other"), pool=pool, kv_tier=text)
+    assert told == chats(str(tmp_path / "other"), pool=pool)[0]
+    assert stats.tiers["disk"].failures == {}
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_two_engines_share_a_folder(folder: str, tmp_path: Path) -> None:
+    options = {"threads": 1, "max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
+    text = f"ram=1MiB,disk={tmp_path / 'kv'}:64MiB"
+    prompts = [{"prompt_token_ids": [(s + 3 * n) % 200 + 20 for n in range(100)]} for s in range(4)]
+    with LLM(folder, **options) as alone:
+        expected = [list(o.outputs[0].token_ids) for o in alone.generate(prompts, PARAMS)]
+    with LLM(folder, kv_tier=text, **options) as one, LLM(folder, kv_tier=text, **options) as two:
+        for _ in range(2):
+            for engine in (one, two):
+                assert [list(o.outputs[0].token_ids) for o in engine.generate(prompts, PARAMS)] == expected
+    with LLM(folder, kv_tier=text, **options) as third:
+        assert [list(o.outputs[0].token_ids) for o in third.generate(prompts, PARAMS)] == expected
+        assert third.stats().tiers["disk"].hit_tokens > 0
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_folder_that_goes_away_ends_nothing(folder: str, tmp_path: Path) -> None:
+    options = {"threads": 1, "max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
+    prompts = [{"prompt_token_ids": [(s + 3 * n) % 200 + 20 for n in range(100)]} for s in range(4)]
+    with LLM(folder, **options) as alone:
+        expected = [list(o.outputs[0].token_ids) for o in alone.generate(prompts, PARAMS)]
+    with LLM(folder, kv_tier=f"ram=1MiB,disk={tmp_path / 'kv'}:64MiB", **options) as llm:
+        for _ in range(2):
+            assert [list(o.outputs[0].token_ids) for o in llm.generate(prompts, PARAMS)] == expected
+            shutil.rmtree(tmp_path / "kv", ignore_errors=True)
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

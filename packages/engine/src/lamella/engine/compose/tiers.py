@@ -16,7 +16,9 @@ from lamella.engine.core import tier_layout
 from lamella.engine.errors import StartError
 from lamella.kvtier import AdmissionPlan, CostModel, Job, KvTierError, TierEvent, TierPlan
 from lamella.kvtier.config import TiersConfig, parse_tiers
+from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.external import manager_maker
+from lamella.kvtier.data.fp8 import Fp8Codec, RowGeometry
 from lamella.kvtier.data.host_buffer import HostBuffer, slots_for
 from lamella.kvtier.data.mover import TierMover
 from lamella.runner_v2.step import KvLayout, RankReport
@@ -91,8 +93,6 @@ def parse(texts: Sequence[str]) -> TiersConfig | None:
             manager_maker(external.module_path, external.options)
     except KvTierError as error:
         raise StartError(f"--kv-tier {error}") from None
-    if config.disk is not None:
-        raise StartError("--kv-tier: the engine has no disk tier yet; leave disk= out")
     return config
 
 
@@ -112,10 +112,25 @@ def build_tiers(
     try:
         slots = slots_for(config.ram_bytes, sizes, [1] * len(sizes))
         buffer = HostBuffer(sizes, slots)
+        codec, fingerprint = None, layout.fingerprint()
+        if config.store_dtype == "fp8":
+            codec = Fp8Codec(buffer, [_geometry(resolved, report, n) for n in range(len(sizes))])
+            fingerprint = Fp8Codec.fingerprint(fingerprint)
+        store = None
+        if config.disk is not None:
+            store = DiskStore(
+                config.disk.folder,
+                fingerprint=fingerprint,
+                capacity_bytes=config.disk.capacity_bytes,
+                compress=config.compress,
+                standalone=[n for n, group in enumerate(report.groups) if group.kind != "full"],
+            )
         mover = TierMover(
             buffer,
             fingerprint=layout.fingerprint(),
+            store=store,
             externals=[(e.name, manager_maker(e.module_path, e.options)) for e in config.externals],
+            codec=codec,
         )
     except (KvTierError, OSError) as error:
         raise StartError(f"--kv-tier: {error}") from error
@@ -123,17 +138,28 @@ def build_tiers(
         host_slots=tuple(slots),
         eviction=config.policy,
         admission=AdmissionPlan(mode=config.admission),  # type: ignore[arg-type]
+        has_disk=store is not None,
         externals=tuple(external.name for external in config.externals),
         cost=CostModel(prefill_s_per_token=base_s, prefill_s_per_position=base_s * cost.slope),
     )
-    return BuiltTiers(plan, mover, _shown(config, slots, report))
+    return BuiltTiers(plan, mover, _shown(config, slots, report, store))
 
 
-def _shown(config: TiersConfig, slots: Sequence[int], report: RankReport) -> list[list[Any]]:
+def _geometry(resolved: Resolved, report: RankReport, group: int) -> RowGeometry:
+    rows = report.groups[group]
+    model = resolved.model
+    return RowGeometry(model.num_kv_heads, rows.block_size, model.head_dim, rows.row_format, len(rows.layers))
+
+
+def _shown(config: TiersConfig, slots: Sequence[int], report: RankReport, store: DiskStore | None) -> list[list[Any]]:
     rows: list[list[Any]] = [["tier", "size", "holds", "how"]]
     tokens = min(count * group.block_size for count, group in zip(slots, report.groups))
-    rows.append(
-        ["host", format_size(config.ram_bytes), f"{tokens} tokens", f"{config.policy}, admits {config.admission}"]
-    )
+    how_host = f"{config.policy}, admits {config.admission}"
+    rows.append(["host", format_size(config.ram_bytes), f"{tokens} tokens", how_host])
+    if config.disk is not None and store is not None:
+        how = [store.engine_name]
+        how += [config.compress] if config.compress != "none" else []
+        how += [config.store_dtype] if config.store_dtype != "same" else []
+        rows.append(["disk", format_size(config.disk.capacity_bytes), str(config.disk.folder), ", ".join(how)])
     rows += [[external.name, "its own", external.module_path, ""] for external in config.externals]
     return rows

@@ -19,9 +19,7 @@ def survivors(segment: Segment, index: RecordIndex, budget_bytes: int) -> list[N
     records = index.records
     here = [name for name in dict.fromkeys(segment.records) if _lies_in(segment, name, index)]
     was_read = [name for name in here if name in index.hit]
-    is_parent = [
-        name for name in here if any(records[child].segment != segment.id for child in index.children(name))
-    ]
+    is_parent = [name for name in here if any(records[child].segment != segment.id for child in index.children(name))]
     chosen: dict[Name, None] = {}
     for name in [*was_read, *is_parent]:
         line: list[Name] = []

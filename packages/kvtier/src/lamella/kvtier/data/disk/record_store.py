@@ -214,9 +214,7 @@ class RecordStore:
 
     # ---- what the writer asks --------------------------------------------------------------------------------------
 
-    def transfer(
-        self, ended: Ended, write: bool, file: str, position: int, buffers: tuple[memoryview, ...]
-    ) -> DiskOp:
+    def transfer(self, ended: Ended, write: bool, file: str, position: int, buffers: tuple[memoryview, ...]) -> DiskOp:
         """An op that is told to `ended` when it is done."""
         self._next_op += 1
         self._in_flight[self._next_op] = Transfer(ended, self.clock.now())

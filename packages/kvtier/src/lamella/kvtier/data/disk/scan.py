@@ -92,4 +92,3 @@ class Scan:
         for page, _ in self._read.values():
             self._pages.give_back(page)
         self._read.clear()
-

@@ -57,7 +57,7 @@ def lock_name(writer: str) -> str:
 class Segment:
     """A segment whose records are in the index."""
 
-    __slots__ = ("id", "name", "num_bytes", "num_writing", "records", "room", "full")
+    __slots__ = ("full", "id", "name", "num_bytes", "num_writing", "records", "room")
 
     def __init__(self, id: int, name: SegmentName, num_bytes: int, room: int = 0) -> None:
         self.id = id
