@@ -2,7 +2,8 @@
 
   lamella tiers report --base-url http://127.0.0.1:8000        figures of a running server, and what each tier is worth
 
-A server gets tiers with `lamella serve MODEL --kv-tier ram=4GiB,disk=/folder:100GiB`. `lamella tiers report --help` lists the options.
+A server gets tiers with `lamella serve MODEL --kv-tier ram=4GiB,disk=/folder:100GiB`.
+`lamella tiers report --help` lists the options.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class EngineOptions:
         kind="texts",
         metavar="TIERS",
         help="where KV blocks go that leave the device: ram=4GiB, disk=/folder:100GiB, policy=lru|s3fifo, "
-        "admission=all|reused, compress=zstd, store_dtype=fp8, external=package.module:Class,{json}; divided by commas, "
-        "may be repeated (default: nowhere, they are computed again)",
+        "admission=all|reused, compress=zstd, store_dtype=fp8, external=package.module:Class,{json}; divided by "
+        "commas, may be repeated (default: nowhere, they are computed again)",
     )
     max_num_seqs: int = option(64, group="scheduling", kind="int", help="most sequences in one step")
     max_num_batched_tokens: int | None = option(
