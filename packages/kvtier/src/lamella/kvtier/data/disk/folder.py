@@ -44,6 +44,13 @@ class Folder:
     def size(self, name: str) -> int:
         return os.stat(name, dir_fd=self.fd).st_size
 
+    def cut(self, name: str, num_bytes: int) -> None:
+        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            os.ftruncate(fd, num_bytes)
+        finally:
+            os.close(fd)
+
     def rename(self, name: str, new_name: str) -> None:
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 

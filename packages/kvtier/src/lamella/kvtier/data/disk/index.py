@@ -9,7 +9,7 @@ Dropping a record drops what hangs on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from lamella.kvtier.keys import Key
@@ -106,6 +106,25 @@ class RecordIndex:
             if parent is not None:
                 self._unlink(lost, parent)
         return gone
+
+    def lose(self, names: Iterable[Name]) -> list[Name]:
+        """These are gone, but copies of them may turn up: what hangs on them waits. Returns all that is no longer
+        listed."""
+        lost = [name for name in names if name in self.records]
+        unlisted = [name for name in lost if name not in self.waiting]
+        for name in lost:
+            parent = self.records.pop(name).parent
+            self.waiting.discard(name)
+            self.hit.discard(name)
+            if parent is not None:
+                self._unlink(name, parent)
+        front = list(unlisted)
+        for above in front:
+            for child in self.children(above):
+                if group_of(child) not in self.standalone and child not in self.waiting:
+                    self.waiting.add(child)
+                    front.append(child)
+        return front
 
     def children(self, name: Name) -> tuple[Name, ...]:
         """What is there and has this as its parent."""

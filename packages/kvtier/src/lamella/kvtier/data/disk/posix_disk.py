@@ -145,11 +145,8 @@ class PosixDisk:
         self._files.add(name, file)
 
     def seal(self, name: str, new_name: str, num_bytes: int) -> None:
-        file = self._open(name, write=True)
-        error = file.truncate(num_bytes)
-        if error:
-            raise OSError(error, os.strerror(error), name)
-        file.drop_cache()
+        self._folder.cut(name, num_bytes)
+        self._open(name).drop_cache()
         self._folder.rename(name, new_name)
         self._files.rename(name, new_name)
 
@@ -174,11 +171,11 @@ class PosixDisk:
         self._files.close()
         self._folder.close()
 
-    def _open(self, name: str, write: bool = False) -> native.AlignedFile:
+    def _open(self, name: str) -> native.AlignedFile:
         assert native is not None
         file = self._files.find(name)
         if file is None:
-            file = native.AlignedFile(self._folder.fd, name, write, False, True)
+            file = native.AlignedFile(self._folder.fd, name, False, False, True)
             self._direct = file.direct
             self._files.add(name, file)
         assert isinstance(file, native.AlignedFile)

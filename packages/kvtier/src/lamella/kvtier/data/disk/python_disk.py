@@ -51,7 +51,7 @@ class PythonDisk:
         refused = []
         for op in ops:
             try:
-                file = self._open(op.name, write=False)
+                file = self._open(op.name)
             except OSError as problem:
                 refused.append(DiskDone(op.op_id, -(problem.errno or 5)))
                 continue
@@ -90,7 +90,7 @@ class PythonDisk:
         self._files.add(name, BufferedFile(os.open(name, flags, 0o600, dir_fd=self._folder.fd)))
 
     def seal(self, name: str, new_name: str, num_bytes: int) -> None:
-        os.ftruncate(self._open(name, write=True).fd, num_bytes)
+        self._folder.cut(name, num_bytes)
         self._folder.rename(name, new_name)
         self._files.rename(name, new_name)
 
@@ -120,11 +120,10 @@ class PythonDisk:
         self._files.close()
         self._folder.close()
 
-    def _open(self, name: str, write: bool) -> BufferedFile:
+    def _open(self, name: str) -> BufferedFile:
         file = self._files.find(name)
         if file is None:
-            flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
-            file = BufferedFile(os.open(name, flags, dir_fd=self._folder.fd))
+            file = BufferedFile(os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder.fd))
             self._files.add(name, file)
         assert isinstance(file, BufferedFile)
         return file

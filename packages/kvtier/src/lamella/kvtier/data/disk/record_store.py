@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from lamella.kvtier.data.disk import checkpoint
 from lamella.kvtier.data.disk.counts import StoreCounts
-from lamella.kvtier.data.disk.header import FIRST, PAGE, RecordHeader
+from lamella.kvtier.data.disk.header import FIRST, RecordHeader
 from lamella.kvtier.data.disk.index import Name, Record, RecordIndex, group_of, name_of
 from lamella.kvtier.data.disk.pages import PagePool
 from lamella.kvtier.data.disk.plan import StorePlan
@@ -143,13 +143,16 @@ class RecordStore:
         if not self._in_flight:
             self._idle_since = now
         self._fail_if_stalled(now)
-        ops: list[DiskOp] = []
         room = self.plan.depth - len(self._in_flight)
+        ops: list[DiskOp] = []
         self._start_reads(ops, room)
         self._start_scans(ops, room)
-        self.writer.start(ops, room)
         if ops:
-            self.disk.submit(ops)
+            self.disk.submit(ops)  # before the writer renames and removes files that they name
+        writes: list[DiskOp] = []
+        self.writer.start(writes, room - len(ops))
+        if writes:
+            self.disk.submit(writes)
         if self.events or self._ended:
             timeout_s = 0.0
         retry_s = self.writer.retry_in_s
@@ -253,16 +256,22 @@ class RecordStore:
         segment.name = name
         self._by_file[name.file] = segment
 
-    def forget_segment(self, name: SegmentName) -> None:
-        """Its records can no longer be read."""
+    def forget_segment(self, name: SegmentName, copied: bool = False) -> None:
+        """Its records can no longer be read; they are dropped. copied: by somebody else's doing, who may have copied
+        some forward."""
         self._ignored.discard(name.file)
         self._scans.pop(name.file, None)
         segment = self._by_file.pop(name.file, None)
         if segment is None:
             return
-        for record in dict.fromkeys(segment.records):
-            if self.lies_in(record, segment):
-                self.drop(record)
+        there = [record for record in dict.fromkeys(segment.records) if self.lies_in(record, segment)]
+        if copied:
+            self._tell((), self.index.lose(there))
+            self.counts.dropped += len(there)
+        else:
+            for record in there:
+                if self.lies_in(record, segment):
+                    self.drop(record)
         del self._segments[segment.id]
 
     def is_scanning(self, file: str) -> bool:
@@ -320,6 +329,7 @@ class RecordStore:
     def _tell(self, added: Sequence[Name], removed: Sequence[Name]) -> None:
         if not (added or removed):
             return
+        self._tell_results()  # news of a record come behind the ticket that wrote it
         records = self.index.records
         came = []
         for name in added:
@@ -387,7 +397,7 @@ class RecordStore:
             for record_name, record in found.records.items():
                 lists[record[0]].append(record_name)
         for number in lost:
-            self.forget_segment(self._segments[number].name)
+            self.forget_segment(self._segments[number].name, copied=True)
         self.counts.dropped = 0
 
     def _rescan(self) -> None:
@@ -400,7 +410,7 @@ class RecordStore:
         mine = short(self.plan.fingerprint)
         for file in [file for file in self._by_file if file not in sizes]:
             if self._by_file[file].name.sealed:
-                self.forget_segment(self._by_file[file].name)
+                self.forget_segment(self._by_file[file].name, copied=True)
         self._ignored &= sizes.keys()
         writers: dict[str, bool] = {}
         for file in sorted(sizes):
@@ -513,6 +523,3 @@ class RecordStore:
         if not self._told_error:
             self._told_error = True
             logger.warning("disk tier: %s failed (%s); blocks that cannot be read are computed again", what, problem)
-
-
-__all__ = ["PAGE", "RecordStore"]

@@ -121,10 +121,7 @@ class DiskStore:
         self._store.events.clear()
         self._changed = threading.Condition()
         self._closing = False
-        self._asked: deque[list[tuple[int, Key, Key | None]]] = deque()
         self._thread = threading.Thread(target=self._run, name="kvtier-disk-store", daemon=True)
-        self._content: list[tuple[int, Key, Key | None]] | None = None
-        self._opened = [True]
         self._thread.start()
 
     def content(self) -> Iterator[tuple[int, Key, Key | None]]:

@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamella.kvtier.data.disk import checkpoint
 from lamella.kvtier.data.disk.header import MOVED, ZSTD, record_bytes
@@ -67,10 +67,15 @@ class SegmentWriter:
         self._by_name: dict[Name, Write] = {}
         """Waiting or in flight, of this generation."""
         self._bytes_in_flight = 0
+        self._in_order: dict[int, deque[list[Any]]] = {}
+        """Per segment [segment, batch, bytes, result or None] of batches in flight or waiting for earlier ones."""
         self._off_until_s = 0.0
         self._off_reason = ""
+        self._told = False
+        """Whether the log has this outage."""
         self._back_off_s = store.plan.retry_s
         self._retry_s = 0.0
+        self._holds_folder = False
         self._victim: SegmentName | None = None
         self._to_move: deque[tuple[Name, Record]] = deque()
         self._moving = 0
@@ -82,6 +87,10 @@ class SegmentWriter:
     def busy(self) -> bool:
         """Whether something will happen by itself."""
         return bool(self.waiting or self._by_name or self._moves or self._to_move or self._moving or self._sealing)
+
+    @property
+    def reclaiming(self) -> bool:
+        return self._victim is not None
 
     @property
     def retry_in_s(self) -> float | None:
@@ -171,10 +180,15 @@ class SegmentWriter:
         segment.num_writing += 1
         self._bytes_in_flight += position - start
 
+        in_order = self._in_order.setdefault(segment.id, deque())
+        place = [segment, batch, position - start, None]
+        in_order.append(place)
+
         def ended(result: int) -> None:
-            segment.num_writing -= 1
-            self._bytes_in_flight -= position - start
-            self._end_batch(segment, batch, position - start, result)
+            place[3] = result
+            # told in the order of the file: behind a hole, a scan after a crash would find nothing
+            while in_order and in_order[0][3] is not None:
+                self._end_batch(*in_order.popleft())
 
         ops.append(store.transfer(ended, True, segment.name.file, start, tuple(buffers)))
         return True
@@ -182,6 +196,8 @@ class SegmentWriter:
     def _end_batch(
         self, segment: Segment, batch: list[tuple[Write, int, int, int, Parts]], num_bytes: int, result: int
     ) -> None:
+        segment.num_writing -= 1
+        self._bytes_in_flight -= num_bytes
         ok = result == num_bytes
         for write, position, stored_bytes, flags, parts in batch:
             self._store.framing.release(parts)
@@ -194,7 +210,7 @@ class SegmentWriter:
             segment.full = True
             self.fault(-result if result < 0 else errno.ENOSPC)
         else:
-            self._back_off_s = self._store.plan.retry_s
+            self._written_again()
 
     def _end_write(self, write: Write, record: Record, segment: Segment, ok: bool) -> None:
         store = self._store
@@ -236,11 +252,12 @@ class SegmentWriter:
                 self._retry_s = now + _BUSY_S
                 return None
             self._retry_s = 0.0
+            self._holds_folder = True
             try:
                 return self._make_segment()
             finally:
                 if self._victim is None:
-                    store.disk.unlock(FOLDER_LOCK)
+                    self._unlock_folder()
         except OSError as problem:
             self.fault(problem.errno or errno.EIO)
             return None
@@ -281,6 +298,7 @@ class SegmentWriter:
             self._current = None
         for segment in [segment for segment in self._sealing if not segment.num_writing]:
             self._sealing.remove(segment)
+            self._in_order.pop(segment.id, None)
             self.seal(segment)
 
     def seal(self, segment: Segment) -> None:
@@ -330,7 +348,8 @@ class SegmentWriter:
         now = self._store.clock.now()
         if now < self._off_until_s:
             return
-        if not quiet and reason != self._off_reason:
+        if not (quiet or self._told):
+            self._told = True
             logger.warning(
                 "disk tier: writing is off (%s: %s); reads go on, tried again in %g s and then more rarely",
                 reason,
@@ -341,6 +360,12 @@ class SegmentWriter:
         self._off_until_s = now + self._back_off_s
         self._back_off_s = min(2 * self._back_off_s, _MAX_BACK_OFF_S)
         self.fail_waiting(reason)
+
+    def _written_again(self) -> None:
+        """A write succeeded; one that was in flight when others failed says nothing."""
+        if self._store.clock.now() >= self._off_until_s:
+            self._back_off_s = self._store.plan.retry_s
+            self._told = False
 
     # ---- reclaim ---------------------------------------------------------------------------------------------------
 
@@ -417,7 +442,7 @@ class SegmentWriter:
             pass  # another process cleared the folder
         except OSError as problem:
             self.fault(problem.errno or errno.EIO)
-        store.disk.unlock(FOLDER_LOCK)
+        self._unlock_folder()
 
     def _abandon_reclaim(self) -> None:
         """The segment stays, and what was read of it for copying goes back."""
@@ -429,4 +454,9 @@ class SegmentWriter:
             self._moving -= 1
         self._moves.clear()
         self._moving_bytes = 0
-        self._store.disk.unlock(FOLDER_LOCK)
+        self._unlock_folder()
+
+    def _unlock_folder(self) -> None:
+        if self._holds_folder:
+            self._holds_folder = False
+            self._store.disk.unlock(FOLDER_LOCK)
