@@ -96,16 +96,6 @@ TierEvent = TicketResult | LookupResult | Presence
 """What it gets back."""
 
 
-class Presence(NamedTuple):
-    """What a store says about its content beside tickets: found at the start, reclaimed, written by another process."""
-
-    tier: Tier
-    name: str
-    added: tuple[tuple[int, Key, Key | None], ...] = ()
-    """(group, key, parent), parents first."""
-    removed: tuple[tuple[int, Key], ...] = ()
-
-
 class TicketState(Enum):
     PENDING = "pending"
     DONE = "done"

@@ -12,6 +12,8 @@ try:
 except ImportError:  # built without a compiler
     native = None  # type: ignore[assignment]
 
+__all__ = ["Bytes", "crc32c", "native", "payload_checksum", "reference_crc32c"]
+
 Bytes = bytes | bytearray | memoryview
 
 

@@ -13,19 +13,19 @@ import errno
 import logging
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lamella.kvtier.data.disk import checkpoint
+from lamella.kvtier.data.disk.counts import StoreCounts
 from lamella.kvtier.data.disk.header import MOVED, ZSTD, record_bytes
-from lamella.kvtier.data.disk.index import Name, Record
+from lamella.kvtier.data.disk.index import Name, Record, RecordIndex
+from lamella.kvtier.data.disk.plan import StorePlan
 from lamella.kvtier.data.disk.reclaim import survivors
 from lamella.kvtier.data.disk.segment import FOLDER_LOCK, Segment, SegmentName, lock_name, parse_name, short
-from lamella.kvtier.data.disk.transfers import Parts
+from lamella.kvtier.data.disk.transfers import Ended, Framing, Parts
 from lamella.kvtier.jobs import TicketId
-from lamella.kvtier.protocols import DiskOp
-
-if TYPE_CHECKING:
-    from lamella.kvtier.data.disk.record_store import RecordStore
+from lamella.kvtier.protocols import Clock, Disk, DiskOp
 
 logger = logging.getLogger("lamella.kvtier")
 
@@ -54,10 +54,35 @@ class Write(NamedTuple):
     """Copied forward: the memory that holds it."""
 
 
+class Books(Protocol):
+    """What the writer needs of the store that owns it."""
+
+    disk: Disk
+    clock: Clock
+    plan: StorePlan
+    counts: StoreCounts
+    index: RecordIndex
+    framing: Framing
+    generation: int
+
+    def transfer(
+        self, ended: Ended, write: bool, file: str, position: int, buffers: tuple[memoryview, ...]
+    ) -> DiskOp: ...
+    def finish(self, tickets: Sequence[TicketId], error: str | None) -> None: ...
+    def list_record(self, name: Name, record: Record, told: bool = False) -> None: ...
+    def drop(self, name: Name) -> None: ...
+    def lies_in(self, name: Name, segment: Segment) -> bool: ...
+    def add_segment(self, name: SegmentName, num_bytes: int, room: int = 0) -> Segment: ...
+    def find_segment(self, name: SegmentName) -> Segment | None: ...
+    def rename_segment(self, segment: Segment, name: SegmentName) -> None: ...
+    def forget_segment(self, name: SegmentName, copied: bool = False) -> None: ...
+    def is_scanning(self, file: str) -> bool: ...
+
+
 class SegmentWriter:
     """Owned by a RecordStore and used on its thread."""
 
-    def __init__(self, store: RecordStore, writer: str) -> None:
+    def __init__(self, store: Books, writer: str) -> None:
         self._store = store
         self._writer = writer
         self.waiting: deque[Write] = deque()
