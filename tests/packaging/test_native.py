@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ["runner-v2", "specdec"]
+PACKAGES = ["kvtier", "runner-v2", "specdec"]
 
 
 @pytest.fixture(scope="module")
