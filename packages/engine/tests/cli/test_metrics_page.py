@@ -16,6 +16,8 @@ from lamella.engine.cli.top import render
 from lamella.engine.testing.scripted_core import ScriptedCore
 from lamella.engine.testing.server_thread import ServerThread, serve
 from lamella.engine.wire import TierFigures
+from lamella.kvtier import TicketResult
+from lamella.kvtier.data.disk.store import DiskStore
 
 TIERS = {
     "host": TierFigures(
@@ -143,6 +145,41 @@ def test_top_shows_totals_then_rates(server: ServerThread, capsys: pytest.Captur
     )
     page = MetricsPage.fetch(server.url)
     assert "100.0/s" not in render(page, page, 2.0)
+
+
+def test_verify_says_what_is_sound_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "kv"
+    store = DiskStore(folder, fingerprint=bytes(16), capacity_bytes=8 << 20)
+    for n in range(3):
+        store.write(n, 0, bytes([n]) * 32, None, memoryview(bytearray([n]) * 5000))
+    ended = 0
+    while ended < 3:
+        store.wait(5.0)
+        ended += sum(isinstance(event, TicketResult) for event in store.poll())
+    store.close()
+    assert main(["tiers", "verify", str(folder)]) == 0
+    assert "records    3 whole" in capsys.readouterr().out
+    (segment,) = [file for file in folder.iterdir() if file.suffix == ".kv"]
+    content = bytearray(segment.read_bytes())
+    place = content.index(bytes([1]) * 1000)
+    content[place] ^= 1
+    segment.write_bytes(content)
+    assert main(["tiers", "verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "records    2 whole" in said
+    assert "the folder is damaged" in said
+    assert main(["tiers", "verify", str(tmp_path / "none")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_bench_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--seconds", "0.1", "--max-bytes", "8MiB", "--block-bytes", "64KiB", "--json", str(tmp_path / "b.json"))
+    assert main(["tiers", "bench", str(tmp_path), *words]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    assert set(rows) == {f"{what}{end}" for what in ("write", "read") for end in ("", " p50", " p99")}
+    assert rows["read"]["value"] > 0
+    assert "engine:" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
 
 
 def test_unknown_tiers_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

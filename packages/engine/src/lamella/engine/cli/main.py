@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "OpenAI-compatible HTTP server",
     "bench": "measure latency, throughput or a running server",
     "inspect": "show how a model would be run: every choice with its reason",
-    "tiers": "tiers of the KV cache: what they give and cost",
+    "tiers": "tiers of the KV cache: report, verify, bench",
     "top": "what a running server does at this moment",
 }
 

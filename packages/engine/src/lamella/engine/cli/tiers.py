@@ -1,6 +1,8 @@
-"""The tiers of the KV cache: does one pay?
+"""The tiers of the KV cache: does one pay, is a folder sound, how fast could it be?
 
   lamella tiers report --base-url http://127.0.0.1:8000        figures of a running server, and what each tier is worth
+  lamella tiers verify /var/tmp/kv                             read every record of a disk tier and check it
+  lamella tiers bench /var/tmp/kv                              speed of a folder, through the tier and without it
 
 A server gets tiers with `lamella serve MODEL --kv-tier ram=4GiB,disk=/folder:100GiB`.
 `lamella tiers report --help` lists the options.
@@ -14,7 +16,11 @@ import importlib
 from lamella.engine.config.flags import Parser
 from lamella.engine.errors import StartError
 
-WHAT = {"report": "what the tiers of a running server hold, give and cost"}
+WHAT = {
+    "report": "what the tiers of a running server hold, give and cost",
+    "verify": "check every record of a disk tier's folder",
+    "bench": "measure a folder",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -210,9 +210,11 @@ class DiskStore:
                     self._events.append(TicketResult(command[1], False, "closed"))
                     self._changed.notify_all()
                 return False
+            first = not self._commands
             self._commands.append(command)
             self._num_writes += command[0] == "write"
-        self._disk.wake()
+        if first:  # else the thread has not come to the last one yet
+            self._disk.wake()
         return True
 
     # ---- the thread ------------------------------------------------------------------------------------------------

@@ -1,0 +1,320 @@
+"""What a folder's disk gives, through the store and without it: the same blocks, the same depth, in turns.
+
+The peer is fio where it is installed, else a loop over the bare engine: aligned transfers of whole blocks past the page
+cache, without headers, checksums and index.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from lamella.kvtier.data.disk.header import PAGE, record_bytes
+from lamella.kvtier.data.disk.plan import SEGMENT_BYTES
+from lamella.kvtier.data.disk.store import DiskStore, open_disk
+from lamella.kvtier.errors import KvTierError
+from lamella.kvtier.jobs import TicketResult
+from lamella.kvtier.protocols import Disk, DiskOp
+
+_ROUNDS = 5
+_MIN_BLOCKS = 64
+_FINGERPRINT = b"lamella measures"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one direction."""
+
+    bytes_per_s: float
+    p50_s: float
+    p99_s: float
+    """Latency of a block with `depth` of them under way; 0 where the peer does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSpeed:
+    engine: str
+    block_bytes: int
+    depth: int
+    write: Speed
+    read: Speed
+    peer: str
+    """"fio", "raw loop" or "none"."""
+    peer_write: Speed | None
+    peer_read: Speed | None
+
+    @property
+    def write_ratio(self) -> float | None:
+        return None if self.peer_write is None else self.write.bytes_per_s / self.peer_write.bytes_per_s
+
+    @property
+    def read_ratio(self) -> float | None:
+        return None if self.peer_read is None else self.read.bytes_per_s / self.peer_read.bytes_per_s
+
+
+def measure_folder(
+    folder: str | os.PathLike[str],
+    block_bytes: int = 1 << 20,
+    depth: int = 32,
+    seconds: float = 4.0,
+    raw: bool = True,
+    engine: str = "auto",
+    max_bytes: int = 1 << 30,
+) -> FolderSpeed:
+    """seconds: about how long each of the measurements takes. Uses up to twice max_bytes of the folder's disk for that
+    time, in a folder of its own. Raises KvTierError for a folder that cannot be used."""
+    if block_bytes < 1 or depth < 1:
+        raise KvTierError(f"block_bytes {block_bytes} and depth {depth} must be at least 1")
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        place = tempfile.mkdtemp(prefix="measure-", dir=folder)
+    except OSError as problem:
+        raise KvTierError(f"the folder {os.fspath(folder)} cannot be written to: {problem.strerror}") from problem
+    try:
+        num_blocks = max(_MIN_BLOCKS, min(max_bytes, shutil.disk_usage(place).free // 4) // record_bytes(block_bytes))
+        bench = _StoreBench(os.path.join(place, "store"), block_bytes, depth, num_blocks, engine)
+        peer = _peer(place, block_bytes, depth, num_blocks, engine) if raw else None
+        try:
+            writes: list[Speed] = []
+            reads: list[Speed] = []
+            peer_writes: list[Speed] = []
+            peer_reads: list[Speed] = []
+            slot = seconds / _ROUNDS
+            for _ in range(_ROUNDS):
+                writes.append(bench.write(slot))
+                if peer is not None:
+                    peer_writes.append(peer.write(slot))
+            for _ in range(_ROUNDS):
+                reads.append(bench.read(slot))
+                if peer is not None:
+                    peer_reads.append(peer.read(slot))
+            name = bench.engine_name
+        finally:
+            bench.close()
+            if peer is not None:
+                peer.close()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return FolderSpeed(
+        name,
+        block_bytes,
+        depth,
+        _middle(writes),
+        _middle(reads),
+        "none" if peer is None else peer.name,
+        _middle(peer_writes) if peer_writes else None,
+        _middle(peer_reads) if peer_reads else None,
+    )
+
+
+def _middle(speeds: list[Speed]) -> Speed:
+    return Speed(*(median(values) for values in zip(*((s.bytes_per_s, s.p50_s, s.p99_s) for s in speeds))))
+
+
+def _speed(num_bytes: int, seconds: float, latencies: list[float]) -> Speed:
+    ordered = sorted(latencies) or [0.0]
+    return Speed(
+        num_bytes / seconds, ordered[len(ordered) // 2], ordered[min(len(ordered) * 99 // 100, len(ordered) - 1)]
+    )
+
+
+class _StoreBench:
+    def __init__(self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str) -> None:
+        self._block_bytes = block_bytes
+        self._depth = depth
+        capacity = max(16 << 20, 2 * num_blocks * record_bytes(block_bytes))
+        self._store = DiskStore(folder, fingerprint=_FINGERPRINT, capacity_bytes=capacity, engine=engine, depth=depth)
+        self._memory = _blocks(block_bytes, 2 * depth)
+        self._num_written = 0
+        self._max_blocks = num_blocks
+        self.engine_name = self._store.engine_name
+
+    def write(self, seconds: float) -> Speed:
+        def begin(ticket: int, memory: memoryview) -> None:
+            self._store.write(ticket, 0, _key(self._num_written), None, memory)
+            self._num_written += 1
+
+        speed = self._drive(begin, seconds, 2 * self._depth)
+        self.engine_name = self._store.engine_name
+        return speed
+
+    def read(self, seconds: float) -> Speed:
+        rng = random.Random(0)
+        first = max(self._num_written - self._max_blocks, 0)
+
+        def begin(ticket: int, memory: memoryview) -> None:
+            self._store.read(ticket, 0, _key(rng.randrange(first, self._num_written)), memory)
+
+        return self._drive(begin, seconds, self._depth)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _drive(self, begin: Callable[[int, memoryview], None], seconds: float, max_open: int) -> Speed:
+        """Keep `max_open` blocks under way: writes are batched, so more of them are offered than are in flight."""
+        free = deque(self._memory[:max_open])
+        started: dict[int, tuple[float, memoryview]] = {}
+        latencies: list[float] = []
+        ticket = failed = 0
+        begun_s = time.perf_counter()
+        while True:
+            now = time.perf_counter()
+            over = now - begun_s > seconds
+            while free and not over:
+                memory = free.popleft()
+                started[ticket] = (time.perf_counter(), memory)
+                begin(ticket, memory)
+                ticket += 1
+            if not started:
+                break
+            self._store.wait(1.0)
+            now = time.perf_counter()
+            for event in self._store.poll():
+                if isinstance(event, TicketResult):
+                    begun, memory = started.pop(event.ticket)
+                    free.append(memory)
+                    failed += not event.ok
+                    if event.ok:
+                        latencies.append(now - begun)
+            if now - begun_s > seconds + 60:
+                raise KvTierError("the disk does not answer")
+        if failed > ticket // 10:
+            raise KvTierError(f"{failed} of {ticket} blocks failed: {self._store.stats()['refused']}")
+        return _speed(len(latencies) * self._block_bytes, time.perf_counter() - begun_s, latencies)
+
+
+class _RawLoop:
+    """Files as a log has them, because a disk may take new space more slowly than space it has given before."""
+
+    name = "raw loop"
+
+    def __init__(self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str) -> None:
+        self._padded = -(-block_bytes // PAGE) * PAGE
+        self._disk: Disk = open_disk(folder, engine, depth)
+        self._per_file = max(1, SEGMENT_BYTES // self._padded)
+        self._max_files = max(2, num_blocks // self._per_file)
+        self._files: deque[str] = deque()
+        self._num_files = 0
+        self._next = self._per_file
+        self._memory = _blocks(self._padded, depth)
+
+    def write(self, seconds: float) -> Speed:
+        def place() -> tuple[str, int]:
+            if self._next == self._per_file:
+                if len(self._files) == self._max_files:
+                    self._disk.remove(self._files.popleft())
+                self._files.append(f"raw{self._num_files}")
+                self._num_files += 1
+                self._disk.create(self._files[-1], self._per_file * self._padded)
+                self._next = 0
+            self._next += 1
+            return self._files[-1], (self._next - 1) * self._padded
+
+        return self._drive(True, place, seconds)
+
+    def read(self, seconds: float) -> Speed:
+        rng = random.Random(0)
+        places = [(file, n * self._padded) for file in self._files for n in range(self._per_file)]
+        del places[len(places) - (self._per_file - self._next) :]
+        return self._drive(False, lambda: rng.choice(places), seconds)
+
+    def close(self) -> None:
+        self._disk.close()
+
+    def _drive(self, write: bool, place: Callable[[], tuple[str, int]], seconds: float) -> Speed:
+        free = deque(self._memory)
+        started: dict[int, tuple[float, memoryview]] = {}
+        latencies: list[float] = []
+        op_id = 0
+        begun_s = time.perf_counter()
+        while True:
+            over = time.perf_counter() - begun_s > seconds
+            ops = []
+            while free and not over:
+                memory = free.popleft()
+                started[op_id] = (time.perf_counter(), memory)
+                ops.append(DiskOp(op_id, write, *place(), (memory,)))
+                op_id += 1
+            if ops:
+                self._disk.submit(ops)
+            if not started:
+                break
+            for done_id, result in self._disk.poll(1, 1.0):
+                begun, memory = started.pop(done_id)
+                free.append(memory)
+                if result != self._padded:
+                    raise KvTierError(f"a transfer of the raw loop failed: {result}")
+                latencies.append(time.perf_counter() - begun)
+        return _speed(len(latencies) * self._padded, time.perf_counter() - begun_s, latencies)
+
+
+class _Fio:
+    name = "fio"
+
+    def __init__(self, folder: str, block_bytes: int, depth: int, num_blocks: int) -> None:
+        self._folder = folder
+        self._padded = -(-block_bytes // PAGE) * PAGE
+        self._depth = depth
+        self._size = num_blocks * self._padded
+
+    def write(self, seconds: float) -> Speed:
+        return self._run("write", seconds)
+
+    def read(self, seconds: float) -> Speed:
+        return self._run("randread", seconds)
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, mode: str, seconds: float) -> Speed:
+        options = {
+            "name": "peer",
+            "filename": os.path.join(self._folder, "fio"),
+            "rw": mode,
+            "bs": self._padded,
+            "size": self._size,
+            "iodepth": self._depth,
+            "ioengine": "io_uring",
+            "direct": 1,
+            "time_based": 1,
+            "runtime": max(1, round(seconds)),
+            "output-format": "json",
+        }
+        command = ["fio", *(f"--{name}={value}" for name, value in options.items())]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise KvTierError(f"fio failed: {done.stderr.strip()}")
+        side = json.loads(done.stdout)["jobs"][0]["write" if mode == "write" else "read"]
+        percentiles = side.get("clat_ns", {}).get("percentile", {})
+        p50, p99 = (percentiles.get(f"{p}.000000", 0) / 1e9 for p in (50, 99))
+        return Speed(side["bw_bytes"], p50, p99)
+
+
+def _peer(folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str) -> _Fio | _RawLoop:
+    if shutil.which("fio") is not None and engine in ("auto", "io_uring"):
+        return _Fio(folder, block_bytes, depth, num_blocks)
+    return _RawLoop(folder, block_bytes, depth, num_blocks, engine)
+
+
+def _blocks(block_bytes: int, count: int) -> list[memoryview]:
+    """Page-aligned, of content that does not compress."""
+    padded = -(-block_bytes // PAGE) * PAGE
+    memory = memoryview(mmap.mmap(-1, padded * count))
+    pattern = random.Random(0).randbytes(padded)
+    for n in range(count):
+        memory[n * padded : (n + 1) * padded] = pattern
+    return [memory[n * padded : n * padded + block_bytes] for n in range(count)]
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
