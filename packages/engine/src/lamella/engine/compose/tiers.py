@@ -23,6 +23,8 @@ from lamella.kvtier.data.host_buffer import HostBuffer, slots_for
 from lamella.kvtier.data.mover import TierMover
 from lamella.runner_v2.step import KvLayout, RankReport
 
+TOLD_WAIT_S = 2.0
+"""A start waits no longer for the list of what a folder holds: the first request should find it."""
 LEAST_PATIENCE_S = 0.05
 """A sequence waits at least so long for a tier."""
 PATIENCE = 2.0
@@ -134,6 +136,7 @@ def build_tiers(
         )
     except (KvTierError, OSError) as error:
         raise StartError(f"--kv-tier: {error}") from error
+    mover.wait_told(TOLD_WAIT_S)
     plan = TierPlan(
         host_slots=tuple(slots),
         eviction=config.policy,
