@@ -124,5 +124,8 @@ class RunnerConfig:
     tp_size: int = 1
     dummy_weights: bool = False
     progress: bool = False
+    graph_rows: tuple[int, ...] = ()
+    """Numbers of decoding rows whose steps are recorded as graphs at start, smaller batches being padded to the next of
+    them; empty: no graphs. For devices."""
     batch_invariant: bool = False
     """Reference ops give each row the same bits whatever else is in the batch (slower)."""

@@ -36,6 +36,8 @@ class InputBatch(NamedTuple):
     slot_mapping: tuple[torch.Tensor, ...]  # per group [T] int64; -1: write nothing
     logits_idx: torch.Tensor  # [L] index of the token whose hidden state gives each logits row
     logits_start: torch.Tensor  # [R + 1]
+    num_single: int = 0
+    """The first so many rows have one token each (decode); backends may treat them apart. 0 says nothing."""
 
 
 class ModelInput(NamedTuple):
