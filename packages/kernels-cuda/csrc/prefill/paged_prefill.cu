@@ -74,8 +74,10 @@ LAMELLA_API int lamella_paged_prefill(const LamellaPagedPrefill* what, void* str
   if (w.num_kv_heads == 0 || w.num_heads % w.num_kv_heads != 0 || w.block_size % 16 != 0 || w.num_tokens > INT32_MAX ||
       w.window > INT32_MAX || w.batch > INT32_MAX)
     return kUnsupported;
-  // Hopper's kernel has not passed its tests on a device yet: it runs only where it is asked for by name
-  if (w.kernel != 2) return portable(w, params_of(w), stream);
-  if (lamella::device_facts().capability != 90 || !serves_sm90(w)) return kUnsupported;
-  return prefill_sm90(w, params_of(w), stream);
+  if (w.kernel == 1) return portable(w, params_of(w), stream);
+  int status = lamella::device_facts().capability == 90 && serves_sm90(w) ? prefill_sm90(w, params_of(w), stream)
+                                                                          : static_cast<int>(kUnsupported);
+  // also where the driver has no tensor map for these strides; nothing was launched then
+  if (status == kUnsupported && w.kernel == 0) status = portable(w, params_of(w), stream);
+  return status;
 }

@@ -24,7 +24,7 @@ struct LamellaPagedPrefill {
   float scale, softcap;                    // softcap 0: none
   int32_t causal;
   int32_t q_elem, cache_elem;  // f16 or bf16; the same, or f8e4m3
-  int32_t kernel;              // 0 and 1: the portable one, 2: Hopper's (not proved on a device yet) or kUnsupported
+  int32_t kernel;              // 0: the fastest that serves, 1: the portable one, 2: Hopper's or kUnsupported
 };
 
 // out = softmax(scale * q k) v over the keys that a query sees: with causal, query i of n up to key seq_len - n + i,

@@ -6,7 +6,7 @@ import torch
 
 from lamella.kernels_cuda.device import native
 
-_KERNELS = {None: 0, "portable": 1, "sm90": 2}
+_KERNELS = {None: 0, "portable": 1, "sm90": 2}  # None: the fastest that serves; others are for tests
 
 
 def paged_prefill(
@@ -37,8 +37,8 @@ def paged_prefill(
     denominator, and in lse. What the cache means is k_scale * k, v_scale * v. A query without a visible key gives 0 and
     lse -inf, sink or not. What lies outside the sequences' keys, NaN too, has no effect. A [num_blocks, block_size,
     num_kv_heads, head_dim] cache goes in as its transpose(1, 2). Head dims 64, 80, 96, 128, 192, 256; block sizes are
-    multiples of 16, fastest are multiples of 64. The same input gives the same bits. ValueError names the argument
-    that does not fit.
+    multiples of 16, fastest are multiples of 64. On Hopper head dims 64, 128 and 256 with a cache of q's type have a
+    kernel of their own. The same input gives the same bits. ValueError names the argument that does not fit.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if k_cache.dtype == torch.float8_e4m3fn:
