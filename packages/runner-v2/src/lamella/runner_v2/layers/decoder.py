@@ -26,6 +26,9 @@ class Carried(NamedTuple):
     """What goes from layer to layer, and from one pipeline stage to the next."""
 
     hidden: torch.Tensor  # [T, hidden]
+    ahead: Any = None
+    """What a chained layer prepared for the next one: its normed input, in a form that only the op knows. Whoever drops
+    it loses nothing but time."""
 
 
 class Layer(Protocol):
@@ -49,11 +52,47 @@ def make_decoder_layer(materials: Materials, layer_idx: int, group_idx: int) -> 
     }
     matrices = [key for key in keys if len(materials.parts[key].shape) > 1]
     wide_site = materials.site("decoder_layer", wide_params, matrices)
-    sites = [wide_site, norm_site] if materials.group.size == 1 else [norm_site]
+    sites = [norm_site]
+    if materials.group.size == 1:
+        chained_site = materials.site("chained_layer", wide_params, matrices)
+        # a norm behind the block stands between its product and the residual stream
+        sites = [wide_site, norm_site] if config.sandwich_norms else [chained_site, wide_site, norm_site]
     picked = materials.table.pick_widest(sites)
+    if picked.op == "chained_layer":
+        return ChainedLayer(materials, layer_idx, group_idx, keys, picked)
     if picked.op == "decoder_layer":
         return FusedLayer(materials, layer_idx, group_idx, keys, picked)
     return DecoderLayer(materials, layer_idx, group_idx, picked)
+
+
+class ChainedLayer:
+    """The whole layer is one op, which norms for the next layer too."""
+
+    def __init__(self, materials: Materials, layer_idx: int, group_idx: int, keys: list[str], picked: Picked) -> None:
+        assert picked.pack is not None
+        self._layer_idx = layer_idx
+        self._group_idx = group_idx
+        self._run = picked.run
+        self._bind = picked.bind
+        self._rope_table = materials.ropes[materials.config.layers[layer_idx].rope_idx]
+        self._attention = materials.attention
+        self._handle: Any = None
+        if layer_idx + 1 < materials.config.num_layers:
+            keys = [*keys, f"layers.{layer_idx + 1}.attn_norm"]
+        parts = tuple(materials.parts[key] for key in keys)
+        self._slot = Slot(f"layers.{layer_idx}", parts, picked.pack, self._take)
+
+    def slots(self) -> list[Slot]:
+        return [self._slot]
+
+    def __call__(self, carried: Carried, inputs: ModelInput) -> Carried:
+        plan, cache = inputs.plans[self._group_idx], inputs.caches[self._layer_idx]
+        hidden, ahead = self._run(carried.hidden, carried.ahead, plan, cache, self._handle)
+        return Carried(hidden, ahead)
+
+    def _take(self, packed: Mapping[str, torch.Tensor]) -> None:
+        assert self._bind is not None
+        self._handle = self._bind(packed, self._rope_table, self._attention)
 
 
 class FusedLayer:

@@ -37,7 +37,10 @@ class DecoderModel:
         return Carried(self._embedding(inputs.token_ids))
 
     def finish(self, carried: Carried, logits_idx: torch.Tensor) -> torch.Tensor:
-        """Logits [L, vocab_size] float32 behind the tokens with these indices ([L], strictly increasing)."""
+        """Logits [L, vocab_size] behind the tokens with these indices ([L], strictly increasing).
+
+        float32, or on a device bfloat16.
+        """
         hidden = carried.hidden
         # as many as there are tokens: all of them, as in every step that only decodes
         return self._logits(hidden if len(logits_idx) == len(hidden) else hidden[logits_idx])

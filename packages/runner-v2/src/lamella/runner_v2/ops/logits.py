@@ -9,7 +9,8 @@ Site: weights = the head's format; params:
     pack([final_norm]) or pack([final_norm, head]) -> named tensors, the norm under the name "norm"
     bind(packed) -> handle    packed has the norm, and the head either from this op's pack or, if tied, from the same
                               provider's `embed`
-    run(hidden [L, hidden], handle) -> [L, vocab] float32, a fresh tensor
+    run(hidden [L, hidden], handle) -> [L, vocab], a fresh tensor: float32, or on a device the activations' bfloat16, as
+                              the product leaves it
 """
 
 from __future__ import annotations

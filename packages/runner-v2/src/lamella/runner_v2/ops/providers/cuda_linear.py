@@ -1,0 +1,126 @@
+"""Matrices of the CUDA provider: dense, in the activations' type, multiplied by the own kernel or by cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from lamella.runner_v2.ops.linear import split_bias
+from lamella.runner_v2.quant.gguf_blocks import dequantise
+from lamella.runner_v2.weights.slots import RawPart
+
+Packed = Mapping[str, torch.Tensor]
+
+FEW_TOKENS = 64
+"""Up to so many tokens the own kernel, with norms, activation and residual fused to its ends, beats cuBLAS and the
+kernels that it would need around it. On an H200, [m, 4096] x [4096, 28672] alone, own and cuBLAS in us: m=1 57.6 and
+61.5, m=16 59.6 and 56.6, m=64 78 and 62, m=256 121 and 102; what is fused saves a kernel at each end."""
+FEW_TOKENS_ALONE = 8
+"""The same for a product with nothing fused to it."""
+MULTIPLE = 8
+"""The own kernels move 16 bytes at a time."""
+
+
+class Matrix(NamedTuple):
+    """A matrix in use."""
+
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+    workspace: torch.Tensor
+    own: bool
+    """The own kernel can multiply by it."""
+
+
+class Workspaces:
+    """Scratch memory of the kernels, made when a handle is bound and shared by all of them: one stream works at a time.
+
+    Each of the kernels leaves its workspace as the next call needs it.
+    """
+
+    def __init__(self, kernels: Any, max_num_tokens: int) -> None:
+        self._kernels = kernels
+        self._max_num_tokens = max_num_tokens
+        self._linear: dict[torch.device, torch.Tensor] = {}
+        self._moe: dict[torch.device, torch.Tensor] = {}
+
+    def linear(self, device: torch.device) -> torch.Tensor:
+        """For products of up to FEW_TOKENS rows."""
+        if device not in self._linear:
+            self._linear[device] = self._kernels.linear_workspace(FEW_TOKENS, device)
+        return self._linear[device]
+
+    def moe(self, device: torch.device, top_k: int, num_experts: int, hidden: int, inner: int) -> torch.Tensor:
+        """For experts of this shape and steps of up to max_num_tokens. Handles that were bound before keep theirs."""
+        most = max(
+            # a few tokens more can choose larger tiles and so need less: the borders lie at powers of two
+            self._kernels.moe_workspace_bytes(num_tokens, top_k, num_experts, hidden, inner)
+            for num_tokens in token_counts(self._max_num_tokens)
+        )
+        known = self._moe.get(device)
+        if known is None or known.numel() < most:
+            self._moe[device] = self._kernels.moe_workspace(most, device)
+        return self._moe[device]
+
+
+def token_counts(max_num_tokens: int) -> list[int]:
+    """Powers of two and their neighbours, up to max_num_tokens and with it."""
+    counts = {max_num_tokens}
+    power = 1
+    while power <= 2 * max_num_tokens:
+        counts.update(n for n in (power - 1, power, power + 1) if 0 < n <= max_num_tokens)
+        power *= 2
+    return sorted(counts)
+
+
+def dense(part: RawPart, dtype: torch.dtype) -> torch.Tensor:
+    """A part's weights in the activations' type, where its data lies."""
+    if not part.format.quantised:
+        return part.data.to(dtype)
+    # blocks are taken apart on the host
+    return dequantise(part.data.cpu(), part.format).to(dtype).to(part.data.device)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of all of them; of one it is the tensor itself, as the store copies anyway."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def pack_matrix(parts: Sequence[RawPart], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """weight [sum of rows, in] and, if any part has one, bias [sum of rows]."""
+    weights, biases = split_bias(parts)
+    packed = {"weight": joined([dense(part, dtype) for part in weights])}
+    if any(bias is not None for bias in biases):
+        packed["bias"] = joined(
+            [
+                torch.zeros(weight.shape[0], dtype=dtype, device=weight.data.device)
+                if bias is None
+                else bias.data.to(dtype)
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+        )
+    return packed
+
+
+def pack_experts(parts: Sequence[RawPart], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """gate_up [num_experts, 2 * width, hidden] and down [num_experts, hidden, width] of gate_0, up_0, down_0, ..."""
+    matrices = [dense(part, dtype) for part in parts]
+    gate_up = [torch.cat([gate, up]) for gate, up in zip(matrices[0::3], matrices[1::3], strict=True)]
+    return {"gate_up": torch.stack(gate_up), "down": torch.stack(matrices[2::3])}
+
+
+def bind_matrix(packed: Packed, workspaces: Workspaces, prefix: str = "") -> Matrix:
+    """The matrix of pack_matrix()'s tensors under this prefix."""
+    weight = packed[f"{prefix}weight"]
+    own = weight.shape[0] % MULTIPLE == 0 and weight.shape[1] % MULTIPLE == 0
+    return Matrix(weight, packed.get(f"{prefix}bias"), workspaces.linear(weight.device), own)
+
+
+def product(kernels: Any, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:  # [T, in] -> [T, out]
+    """x @ weight^T + bias, nothing fused to it."""
+    if matrix.own and x.shape[0] <= FEW_TOKENS_ALONE:
+        out: torch.Tensor = kernels.linear(x, matrix.weight, matrix.workspace, bias=matrix.bias)
+        return out
+    return F.linear(x, matrix.weight, matrix.bias)
