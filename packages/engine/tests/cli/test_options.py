@@ -31,7 +31,7 @@ from lamella.runner_v2.testing.tiny_models import write_folder
 LOADING = {
     "revision", "dtype", "max_model_len", "generation_config", "load_format", "device", "threads", "providers",
     "batch_invariant", "kv_cache_memory", "kv_cache_dtype", "block_size", "max_num_seqs", "max_num_batched_tokens",
-    "speculative_config", "kv_tier",
+    "speculative_config", "kv_tier", "gpu_memory_utilization", "enforce_eager", "cuda_graph_sizes",
 }  # fmt: skip
 """Seen by whatever loads a model and runs steps on it."""
 

@@ -35,6 +35,11 @@ SAMPLES = {
     "json": ('{"method": "ngram"}', {"method": "ngram"}),
     "str": ("text", "text"),
 }
+SPECIAL = {
+    "max_num_batched_tokens": ("4096", 4096),
+    "device": ("cuda:1", "cuda:1"),
+    "gpu_memory_utilization": ("0.5", 0.5),
+}
 
 
 @pytest.mark.parametrize("options", [EngineOptions, ServeOptions])
@@ -53,11 +58,15 @@ def test_every_field_has_a_working_flag(options: type) -> None:
             parsed = parser.parse_args([flag(field.name), "a", flag(field.name), "b"])
             assert getattr(options_from(parsed, options), field.name) == ["a", "b"]
             continue
+        if kind == "ints":
+            parsed = parser.parse_args([flag(field.name), "1,2", flag(field.name), "8"])
+            assert getattr(options_from(parsed, options), field.name) == [1, 2, 8]
+            continue
         text, value = SAMPLES[kind]
         if field.metadata["choices"]:
             text = value = field.metadata["choices"][-1]
-        if field.name == "max_num_batched_tokens":
-            text, value = "4096", 4096
+        if field.name in SPECIAL:
+            text, value = SPECIAL[field.name]
         parsed = parser.parse_args([flag(field.name), text])
         assert getattr(options_from(parsed, options), field.name) == value
 
@@ -71,7 +80,7 @@ def test_every_flag_is_explained() -> None:
         assert len(action.help) > 10
     text = parser.format_help()
     assert "--kv-cache-memory SIZE" in text
-    assert "(default: 64)" in text
+    assert "(default: 1024)" in text
 
 
 def test_a_variable_of_tiers_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +96,13 @@ def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = misspelt_variables()
     assert "LAMELLA_THRAEDS is no option" in line
     assert "did you mean 'THREADS'" in line
+
+
+def test_numbers_between_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMELLA_CUDA_GRAPH_SIZES", "1,2,8")
+    assert parse().cuda_graph_sizes == [1, 2, 8]
+    assert parse("--cuda-graph-sizes", "4").cuda_graph_sizes == [4]
+    assert engine_options(model="m", cuda_graph_sizes=[16]).cuda_graph_sizes == [16]
 
 
 def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +127,14 @@ def test_environment_stands_behind_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
         (["--speculative-config", "[1]"], "not a JSON object"),
         (["--speculative-config", "{"], "not a valid json"),
         (["--block-size", "24"], "power of two"),
-        (["--max-num-batched-tokens", "8"], "below --max-num-seqs"),
+        (["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], "below --max-num-seqs"),
+        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N; got 'gpu'"),
+        (["--device", "cuda:"], "--device must be auto"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be at most 1"),
+        (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization must be at least 0.01"),
+        (["--cuda-graph-sizes", "1,x"], "'1,x' is not a valid list of whole numbers"),
+        (["--cuda-graph-sizes", "0"], "--cuda-graph-sizes must be numbers from 1 to 16384, got 0"),
+        (["--cuda-graph-sizes", "4", "--enforce-eager"], "leave one out"),
         (["--max-num-seqs", "9" * 20], "--max-num-seqs must be at most 16384"),
         (["--threads", "9" * 20], "--threads must be at most 4096"),
         (["--block-size", "9" * 20], "--block-size must be at most 4096"),
@@ -203,7 +226,7 @@ def test_replacements_of_those_options_are_what_is_said_of_them() -> None:
         assert names
         assert set(names) <= set(options)
     assert "cached in floating-point types, which need no scales" in REMOVED["calculate_kv_scales"]
-    assert set(options["--kv-cache-dtype"].metadata["choices"]) == {"auto", "float16", "float32", "bfloat16"}
+    assert set(options["--kv-cache-dtype"].metadata["choices"]) == {"auto", "float16", "float32", "bfloat16", "fp8"}
 
 
 def test_python_keywords() -> None:
@@ -223,7 +246,9 @@ def test_python_keywords() -> None:
     [
         ({"max_num_seqs": "8"}, "--max-num-seqs must be of the type int, got '8'"),
         ({"max_num_seqs": True}, "--max-num-seqs must be of the type int, got True"),
-        ({"max_num_seqs": None}, "--max-num-seqs must be of the type int, got None"),
+        ({"dtype": None}, "--dtype must be of the type str, got None"),
+        ({"cuda_graph_sizes": ["1"]}, "--cuda-graph-sizes must hold whole numbers"),
+        ({"cuda_graph_sizes": [True]}, "--cuda-graph-sizes must hold whole numbers"),
         ({"max_model_len": 1.5}, "--max-model-len must be of the type int"),
         ({"kv_cache_memory": 1.5}, "--kv-cache-memory must be of the type int"),
         ({"enable_prefix_caching": "no"}, "--enable-prefix-caching must be of the type bool"),

@@ -85,7 +85,7 @@ def test_far_more_threads_than_cores_are_refused() -> None:
 
 
 def test_providers_must_name_one() -> None:
-    with pytest.raises(StartError, match="--providers is ' , ' and names none; there are host and torch"):
+    with pytest.raises(StartError, match="--providers is ' , ' and names none; there are host, cuda and torch"):
         resolved(providers=" , ")
 
 

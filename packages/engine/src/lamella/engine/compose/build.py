@@ -44,6 +44,8 @@ MEASURED_TOKENS = 256
 FAR_TOKENS, FAR_CONTEXT = 64, 4032
 """A chunk far behind the prompt's start, or as far as sequences go: shows what the context costs. Few tokens do, as
 reading the keys dominates."""
+GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 4096, 4096, 28672
+"""The same on a GPU, which small chunks do not fill: their time would be that of the launches."""
 
 log = logging.getLogger("lamella.core")
 
@@ -70,20 +72,20 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     options = config.options
     started = time.perf_counter()
     model = read_config(config.model_path)
-    machine = read_machine()
+    machine = read_machine(with_gpus=options.device != "cpu")
     resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
     _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
     wanted = _wanted_tiers(options)
     mover = LateMover() if wanted is not None else None
-    executor = InProcess(Worker(resolved.runner, speculator, mover=mover), mover=mover)
+    executor = InProcess(Worker(resolved.runner, speculator, mover=mover), depth=resolved.depth, mover=mover)
     try:
         (report,) = executor.open()
         loaded = time.perf_counter()
         say(f"loaded {format_size(report.weight_bytes)} of weights in {loaded - started:.1f} s")
         resolved = resolve_kv_memory(resolved, report)
-        given = bool(options.max_num_batched_tokens)
-        chunks = [] if given and wanted is None else _time_chunks(executor, resolved)
+        measured = not options.max_num_batched_tokens and not resolved.platform.is_gpu
+        chunks = _time_chunks(executor, resolved) if measured or wanted is not None else []
         resolved = resolve_token_budget(resolved, *chunks)
         demand = KvDemand(
             resolved.max_model_len,
@@ -170,9 +172,12 @@ def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:
     the shortest step."""
     longest = resolved.max_model_len
     most = min(longest, resolved.runner.max_num_tokens)
-    places = [(min(MEASURED_TOKENS, most), 0)]
-    if longest > CPU_MIN_TOKENS:
-        places.append((min(FAR_TOKENS, most), min(FAR_CONTEXT, longest - FAR_TOKENS)))
+    near, far, context = MEASURED_TOKENS, FAR_TOKENS, FAR_CONTEXT
+    if resolved.platform.is_gpu:
+        near, far, context = GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT
+    places = [(min(near, most), 0)]
+    if longest > max(CPU_MIN_TOKENS, far):
+        places.append((min(far, most), min(context, longest - far)))
     chunks = []
     for num_tokens, context_len in places:
         (seconds,) = executor.call("measure_prefill", {"num_tokens": num_tokens, "context_len": context_len})

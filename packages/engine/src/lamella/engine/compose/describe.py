@@ -22,14 +22,15 @@ def describe(
     speculator: DrafterSpeculator | None,
     tiers: Sequence[Sequence[Any]] = (),
 ) -> dict[str, Any]:
-    """Sections: model, options, ops, KV groups, memory, KV tiers, sampling defaults, speculation.
+    """Sections: model, device, options, ops, KV groups, memory, KV tiers, sampling defaults, speculation.
 
     machine: as it was before loading. num_blocks: per group of the report, the null block included. explained: the
-    runner's op table. tiers: a table of those below the device. A section is a table whose first row names the columns,
-    or key -> value; sizes are bytes.
+    runner's op table, and under "device", if it is there, what the runner says of its steps. tiers: a table of those
+    below the device. A section is a table whose first row names the columns, or key -> value; sizes are bytes.
     """
     return {
         "model": _model(resolved),
+        "device": _device(resolved, explained),
         "options": [list(decision) for decision in resolved.decisions],
         "ops": _ops(explained, resolved.model.num_layers),
         "KV groups": _groups(report, num_blocks),
@@ -53,6 +54,19 @@ def _model(resolved: Resolved) -> dict[str, Any]:
         "experts": f"{moe.num_experts_per_token} of {moe.num_experts}" if moe else "none",
         "positions": model.max_position,
     }
+
+
+def _device(resolved: Resolved, explained: dict[str, Any]) -> dict[str, Any]:
+    platform, runner = resolved.platform, resolved.runner
+    shown: dict[str, Any] = {"device": platform.device, "why": platform.reason}
+    if platform.gpu is not None:
+        shown["GPU"] = platform.gpu.name
+        shown["compute capability"] = "{}.{}".format(*platform.gpu.capability)
+        shown["steps in flight"] = resolved.depth
+        shown["CUDA graphs"] = ", ".join(map(str, runner.graph_rows)) or "none"
+    else:
+        shown["threads"] = runner.num_threads
+    return {**shown, **explained.get("device", {})}
 
 
 def _ops(explained: dict[str, Any], num_layers: int) -> list[list[Any]]:
@@ -100,16 +114,32 @@ def _groups(report: RankReport, num_blocks: Sequence[int]) -> list[list[Any]]:
 
 def _memory(resolved: Resolved, machine: Machine, report: RankReport, num_blocks: Sequence[int]) -> list[list[Any]]:
     """free_bytes was measured with the weights in memory, and leaves room for a step."""
-    runner = resolved.runner
     kv_bytes = sum(group.bytes_per_block * count for group, count in zip(report.groups, num_blocks, strict=True))
-    logits_rows = runner.max_num_rows * (1 + runner.max_num_drafts)
-    step = f"estimate for {runner.max_num_tokens} tokens and {logits_rows} logits rows"
-    rows: list[tuple[str, int, str]] = [
-        ("this machine", machine.total_bytes, "within the container's limit, if there is one"),
-        ("available at start", machine.available_bytes, "before loading"),
-        ("weights", report.weight_bytes, ""),
-        ("workspace of a step", activation_bytes(runner, resolved.model), step),
+    rows = _device_memory(resolved, machine, report)
+    rows += [
         ("KV cache", kv_bytes, f"of {format_size(resolved.kv_bytes)} planned, in whole blocks"),
         ("left free", max(0, report.free_bytes - kv_bytes), "beside all these"),
     ]
     return [["", "size", "bytes", "what"], *([name, format_size(size), size, what] for name, size, what in rows)]
+
+
+def _device_memory(resolved: Resolved, machine: Machine, report: RankReport) -> list[tuple[str, int, str]]:
+    """What there is where the model runs, and what it takes beside the KV cache."""
+    runner, gpu = resolved.runner, resolved.platform.gpu
+    weights = ("weights", report.weight_bytes, "")
+    logits_rows = runner.max_num_rows * (1 + runner.max_num_drafts)
+    step = f"{runner.max_num_tokens} tokens and {logits_rows} logits rows"
+    if gpu is None:
+        return [
+            ("this machine", machine.total_bytes, "within the container's limit, if there is one"),
+            ("available at start", machine.available_bytes, "before loading"),
+            weights,
+            ("workspace of a step", activation_bytes(runner, resolved.model), f"estimate for {step}"),
+        ]
+    taken = max(0, gpu.free_bytes - report.weight_bytes - report.free_bytes)
+    return [
+        ("this GPU", gpu.total_bytes, gpu.name),
+        ("free at start", gpu.free_bytes, "before loading"),
+        weights,
+        ("workspace of a step", taken, f"measured for {step}; the driver's context and recorded graphs included"),
+    ]

@@ -80,6 +80,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Any], *, skip: tupl
             continue
         if meta["kind"] in ("list", "texts"):
             keywords.update(action="append", metavar=meta["metavar"] or field.name.upper().split("_")[-1])
+        elif meta["kind"] == "ints":
+            keywords.update(action="extend", type=_converter("ints"), metavar=meta["metavar"])
         else:
             keywords["type"] = _converter(meta["kind"])
             if meta["choices"]:
@@ -184,6 +186,8 @@ def convert_text(kind: str, text: str) -> Any:
             return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[text.lower()]
         if kind == "texts":
             return [text]
+        if kind == "ints":
+            return [int(part) for part in text.split(",")]
         if kind == "list":
             return [part for part in text.split(",") if part]
         if kind == "json":
@@ -192,7 +196,8 @@ def convert_text(kind: str, text: str) -> Any:
                 raise StartError(f"{text!r} is not a JSON object")
             return value
     except (ValueError, KeyError, RecursionError):
-        raise StartError(f"{_short(text)!r} is not a valid {kind}") from None
+        meant = "list of whole numbers" if kind == "ints" else kind
+        raise StartError(f"{_short(text)!r} is not a valid {meant}") from None
     return text
 
 

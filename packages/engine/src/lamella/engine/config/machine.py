@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from lamella.engine.config.gpus import NOT_LOOKED, Gpus, read_gpus
 from lamella.runner_v2.cgroup import read_limits
 
 
@@ -26,10 +27,12 @@ class Machine:
     name: str
     logical_cores: int = 1
     """All that the system shows, whether this process may use them or not."""
+    gpus: Gpus = NOT_LOOKED
 
 
-def read_machine(root: Path = Path("/")) -> Machine:
-    """Look at this machine. root: where the container's limits are looked for, below proc/ and sys/."""
+def read_machine(root: Path = Path("/"), *, with_gpus: bool = False) -> Machine:
+    """Look at this machine. root: where the container's limits are looked for, below proc/ and sys/. with_gpus: at its
+    GPUs, too, which imports torch where there are any."""
     logical = os.cpu_count() or 1
     usable = _usable_cores() or logical
     limits = read_limits(root)
@@ -49,6 +52,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         total_bytes=total,
         name=f"{platform.machine()} {sys.platform}, {cores} core{'s' if cores > 1 else ''}",
         logical_cores=logical,
+        gpus=read_gpus() if with_gpus else NOT_LOOKED,
     )
 
 

@@ -9,13 +9,14 @@ Pure: the same arguments give the same result. Three moments, since some facts o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lamella.engine.config.machine import Machine
+from lamella.engine.config.platform import GPU_UTILIZATION, Platform, choose_platform, graph_rows
 from lamella.engine.config.schema import EngineOptions, default_of, format_size
 from lamella.engine.errors import RequestError, StartError
 from lamella.engine.request import SamplingParams
@@ -71,6 +72,9 @@ class Resolved:
     kv_bytes: int
     sampling_defaults: Mapping[str, Any]
     decisions: tuple[Decision, ...]
+    platform: Platform
+    depth: int = 1
+    """Steps in flight."""
     token_cost: TokenCost = FLAT
 
     def deciding(self, name: str, value: str, reason: str, **changes: Any) -> Resolved:
@@ -99,7 +103,8 @@ def resolve(
         decisions.append(Decision(name, str(value), reason))
         return value
 
-    device = decide("device", "cpu", "given" if options.device != "auto" else "the only device of this build")
+    platform = choose_platform(options, machine)
+    decide("device", platform.device, platform.reason)
     threads = options.threads or machine.cores
     if threads > max(MAX_THREADS, 2 * machine.logical_cores):
         raise StartError(
@@ -107,22 +112,17 @@ def resolve(
             "wait for each other"
         )
     decide("threads", threads, "given" if options.threads else f"usable cores of this machine ({machine.cores})")
-    if options.dtype == "auto":
-        decide("dtype", "auto", "weights stay in the checkpoint's format; activations are float32 on a CPU")
-        providers: tuple[str, ...] | None = None
-    else:
-        decide("dtype", options.dtype, "given: all weights are turned into it, the reference ops serve")
-        providers = ("torch",)
+    providers = _decide_dtype(options, model, platform, decide)
     if options.providers:
         given = tuple(name.strip() for name in options.providers.split(",") if name.strip())
         if not given:
-            raise StartError(f"--providers is {options.providers!r} and names none; there are host and torch")
+            raise StartError(f"--providers is {options.providers!r} and names none; there are host, cuda and torch")
         decide("providers", ", ".join(given), "given")
         providers = given
     elif providers:
         decide("providers", ", ".join(providers), "follows from dtype")
     else:
-        decide("providers", "host, torch", "native kernels first, the reference where they do not serve")
+        decide("providers", platform.providers, "native kernels first, the reference where they do not serve")
     max_model_len = options.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise StartError(
@@ -135,7 +135,11 @@ def resolve(
         "given" if options.max_model_len else "positions that the model was made for",
     )
     tokens = options.max_num_batched_tokens
-    runner_tokens = tokens or max(CPU_MAX_TOKENS, options.max_num_seqs)
+    max_num_seqs = options.max_num_seqs or platform.max_num_seqs
+    why_seqs = "given" if options.max_num_seqs else "the default"
+    if tokens and tokens < max_num_seqs:  # both given were refused before
+        max_num_seqs, why_seqs = tokens, "as many as --max-num-batched-tokens has tokens for"
+    runner_tokens = tokens or max(platform.max_num_batched_tokens or CPU_MAX_TOKENS, max_num_seqs)
     num_drafts = _num_drafts(options.speculative_config)
     defaults = _sampling_defaults(options, model)
     decide(
@@ -145,21 +149,24 @@ def resolve(
     )
     runner = RunnerConfig(
         model_path=model_path,
-        device=device,
+        device=platform.device,
         dtype=options.dtype,
         kv_dtype=options.kv_cache_dtype,
         providers=providers,
         num_threads=threads,
-        block_size=options.block_size,
-        max_num_rows=options.max_num_seqs,
+        block_size=options.block_size or platform.block_size,
+        max_num_rows=max_num_seqs,
         max_num_tokens=runner_tokens,
         max_model_len=max_model_len,
         max_num_drafts=num_drafts,
         dummy_weights=options.load_format == "dummy",
         progress=progress,
         batch_invariant=options.batch_invariant,
+        graph_rows=graph_rows(options, max_num_seqs) if platform.is_gpu else (),
     )
-    for name in ("max_num_seqs", "block_size", "enable_prefix_caching", "scheduling_policy"):
+    decide("max_num_seqs", max_num_seqs, why_seqs)
+    decide("block_size", runner.block_size, "given" if options.block_size else "the default on this device")
+    for name in ("enable_prefix_caching", "scheduling_policy"):
         value = getattr(options, name)
         decide(name, value, "the default" if value == default_of(name) else "given")
     decide(
@@ -172,16 +179,19 @@ def resolve(
     )
     if options.speculative_config:
         decide("speculation", options.speculative_config.get("method", "?"), "given")
+    depth = _decide_device_steps(options, platform, runner, decide)
     return Resolved(
         options=options,
         model=model,
         runner=runner,
         max_model_len=max_model_len,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens or 0,
         kv_bytes=options.kv_cache_memory or 0,
         sampling_defaults=defaults,
         decisions=tuple(decisions),
+        platform=platform,
+        depth=depth,
     )
 
 
@@ -198,12 +208,15 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
         resolved.max_num_seqs,
         resolved.runner.max_num_drafts,
         report.lookahead,
+        resolved.depth,
     )
     if free_bytes <= 0:
+        where = "take a GPU with more memory" if resolved.platform.is_gpu else "give the machine more memory"
         raise StartError(
             f"no memory is left for the KV cache beside the weights ({format_size(report.weight_bytes)}) and a step of "
-            f"{resolved.runner.max_num_tokens} tokens; lower --max-num-batched-tokens, or give the machine more memory"
+            f"{resolved.runner.max_num_tokens} tokens; lower --max-num-batched-tokens, or {where}"
         )
+    share, why_share = _kv_share(resolved, report)
     useful = useful_bytes(report.groups, demand)
     if options.kv_cache_memory:
         kv_bytes, reason = options.kv_cache_memory, "given"
@@ -212,9 +225,8 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
                 f"--kv-cache-memory is {format_size(kv_bytes)}, but only {format_size(free_bytes)} of memory are "
                 "available once the weights are loaded"
             )
-    elif int(free_bytes * KV_SHARE) < useful:
-        kv_bytes = int(free_bytes * KV_SHARE)
-        reason = f"{KV_SHARE:.0%} of the {format_size(free_bytes)} that are available"
+    elif share < useful:
+        kv_bytes, reason = share, why_share
     else:
         kv_bytes = useful
         reason = f"all that {resolved.max_num_seqs} sequences of {resolved.max_model_len} tokens can use"
@@ -239,6 +251,28 @@ def resolve_kv_memory(resolved: Resolved, report: RankReport) -> Resolved:
     )
 
 
+def _kv_share(resolved: Resolved, report: RankReport) -> tuple[int, str]:
+    """What the KV cache may take of the memory that is left, and why so much."""
+    options, gpu, free_bytes = resolved.options, resolved.platform.gpu, report.free_bytes
+    if gpu is None:
+        return int(free_bytes * KV_SHARE), f"{KV_SHARE:.0%} of the {format_size(free_bytes)} that are available"
+    utilization = options.gpu_memory_utilization or GPU_UTILIZATION
+    in_use = max(0, gpu.total_bytes - free_bytes)
+    share = int(gpu.total_bytes * utilization) - in_use
+    if share <= 0 and not options.kv_cache_memory:
+        raise StartError(
+            f"--gpu-memory-utilization {utilization:g} of {format_size(gpu.total_bytes)} is "
+            f"{format_size(gpu.total_bytes * utilization)}, and {format_size(in_use)} are in use without a KV cache "
+            f"(weights: {format_size(report.weight_bytes)}; steps of {resolved.runner.max_num_tokens} tokens, graphs, "
+            "other processes); raise it, or lower --max-num-batched-tokens"
+        )
+    reason = (
+        f"{utilization:.0%} of the GPU's {format_size(gpu.total_bytes)}, less {format_size(in_use)} in use by weights, "
+        "the largest step and others"
+    )
+    return share, reason
+
+
 def resolve_token_budget(resolved: Resolved, *chunks: TimedChunk) -> Resolved:
     """Decide max_num_batched_tokens, and how much more a token costs in a long context, from timed chunks of a prompt.
 
@@ -250,6 +284,14 @@ def resolve_token_budget(resolved: Resolved, *chunks: TimedChunk) -> Resolved:
             "max_num_batched_tokens",
             str(resolved.options.max_num_batched_tokens),
             "given: steps of so many tokens, however long they take",
+        )
+    if resolved.platform.is_gpu:
+        tokens = resolved.runner.max_num_tokens
+        return resolved.deciding(
+            "max_num_batched_tokens",
+            str(tokens),
+            "the default on a GPU: enough to keep it busy, and decoding sequences wait for no longer a step",
+            max_num_batched_tokens=tokens,
         )
     base_s, cost = token_cost(*chunks)
     fitting = (cost.fitting(0, CPU_STEP_TARGET_S / base_s) - 1) // 64 * 64
@@ -284,6 +326,47 @@ def token_cost(first: TimedChunk, far: TimedChunk | None = None) -> tuple[float,
     rise = max(0.0, rise)
     base_s = max(first.seconds_per_token - rise * first.mean_position, first.seconds_per_token / 2)
     return base_s, TokenCost(rise / base_s)
+
+
+def _decide_dtype(
+    options: EngineOptions, model: ModelConfig, platform: Platform, decide: Callable[[str, Any, str], Any]
+) -> tuple[str, ...] | None:
+    """The providers that --dtype asks for; None: those of the device."""
+    if options.dtype != "auto" and not (platform.is_gpu and options.dtype != "float32"):
+        decide("dtype", options.dtype, "given: all weights are turned into it, the reference ops serve")
+        return ("torch",)
+    if options.dtype != "auto":
+        decide("dtype", options.dtype, "given: weights and activations are turned into it")
+    elif not platform.is_gpu:
+        decide("dtype", "auto", "weights stay in the checkpoint's format; activations are float32 on a CPU")
+    elif model.dtype in ("bfloat16", "float16"):
+        decide("dtype", "auto", f"weights and activations are {model.dtype}, as in the checkpoint")
+    else:
+        decide(
+            "dtype", "auto", f"weights and activations are bfloat16; the checkpoint's {model.dtype} is turned into it"
+        )
+    return None
+
+
+def _decide_device_steps(
+    options: EngineOptions, platform: Platform, runner: RunnerConfig, decide: Callable[[str, Any, str], Any]
+) -> int:
+    """How steps run on a device: recorded or not, and how many at once. Returns the steps in flight."""
+    if not platform.is_gpu:
+        return 1
+    if runner.graph_rows:
+        decide(
+            "CUDA graphs",
+            f"{len(runner.graph_rows)} of up to {runner.graph_rows[-1]} sequences",
+            "given" if options.cuda_graph_sizes else "recorded at start: a replayed step costs one launch",
+        )
+    else:
+        decide("CUDA graphs", "none", "given: --enforce-eager")
+    if options.speculative_config:
+        decide("steps in flight", 1, "the drafter needs the ids of a step before the next one can be planned")
+        return 1
+    decide("steps in flight", 2, "the next step is planned and launched while one runs")
+    return 2
 
 
 def _num_drafts(config: Mapping[str, Any] | None) -> int:

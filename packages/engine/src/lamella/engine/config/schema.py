@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,9 @@ def option(
 ) -> Any:
     """A field with what is needed to derive a flag. kind: str, int, float, bool, size, json; list: the
     flag may be repeated and a variable's text holds several, between commas; texts: the same, but a variable's text is
-    one, commas and all."""
+    one, commas and all; ints: whole numbers between commas, in the flag as well."""
     meta = {"help": help, "group": group, "kind": kind, "choices": choices, "metavar": metavar}
-    if kind in ("list", "texts"):
+    if kind in ("list", "texts", "ints"):
         return dataclasses.field(default_factory=list, metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
 
@@ -48,8 +49,9 @@ class EngineOptions:
         "auto",
         group="model",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto keeps weights in the checkpoint's format and uses the fastest kernels; the others turn all weights "
-        "into that type and use the reference ops",
+        help="auto keeps weights in the checkpoint's format and uses the fastest kernels; on a CPU the others turn all "
+        "weights into that type and use the reference ops, on a GPU only float32 does, and auto is the model's own "
+        "type, else bfloat16",
     )
     max_model_len: int | None = option(
         group="model",
@@ -64,26 +66,56 @@ class EngineOptions:
         choices=("auto", "none"),
         help="auto: the model's generation_config gives the sampling defaults of requests; none: plain defaults",
     )
-    device: str = option("auto", group="machine", choices=("auto", "cpu"), help="where the model runs")
+    device: str = option(
+        "auto",
+        group="machine",
+        metavar="DEVICE",
+        help="where the model runs: cpu, cuda, cuda:N (the N-th GPU); auto takes a GPU if there is one and the package "
+        "lamella-kernels-cuda is installed",
+    )
     threads: int | None = option(
         group="machine", kind="int", help="CPU threads (default: the cores this process may use)"
     )
     providers: str | None = option(
         group="machine",
-        help="op providers in order of preference, separated by commas: host (native), torch (reference)",
+        help="op providers in order of preference, separated by commas: host (native, for CPUs), cuda (kernels "
+        "for GPUs), torch (reference)",
+    )
+    enforce_eager: bool = option(
+        False,
+        group="machine",
+        kind="bool",
+        help="never record steps as CUDA graphs: slower, but starts sooner and needs less memory",
+    )
+    cuda_graph_sizes: list[int] = option(
+        group="machine",
+        kind="ints",
+        metavar="N,...",
+        help="numbers of decoding sequences whose steps are recorded as CUDA graphs; smaller batches are padded to the "
+        "next of them, larger ones run without (default: 1, 2, 4 and the multiples of 8 up to --max-num-seqs, at most "
+        "512)",
     )
     kv_cache_memory: int | None = option(
         group="memory",
         kind="size",
-        help="bytes for the KV cache, such as 2GiB (default on a CPU: a share of the available memory)",
+        help="bytes for the KV cache, such as 2GiB (default on a CPU: a share of the available memory; on a GPU: what "
+        "--gpu-memory-utilization leaves)",
+    )
+    gpu_memory_utilization: float | None = option(
+        group="memory",
+        kind="float",
+        help="share of the GPU's memory that may be in use, by weights, steps, KV cache and whatever else is on it "
+        "(default: 0.9)",
     )
     kv_cache_dtype: str = option(
         "auto",
         group="memory",
-        choices=("auto", "float16", "float32", "bfloat16"),
-        help="type of the cached keys and values",
+        choices=("auto", "float16", "float32", "bfloat16", "fp8"),
+        help="type of the cached keys and values; fp8 (e4m3, without scales) on a GPU only",
     )
-    block_size: int = option(16, group="memory", kind="int", help="tokens per KV block, a power of two")
+    block_size: int | None = option(
+        group="memory", kind="int", help="tokens per KV block, a power of two (default: 16 on a CPU, 64 on a GPU)"
+    )
     enable_prefix_caching: bool = option(
         True, group="memory", kind="bool", help="reuse the KV blocks of equal prompt prefixes"
     )
@@ -95,12 +127,14 @@ class EngineOptions:
         "admission=all|reused, compress=zstd, store_dtype=fp8, external=package.module:Class,{json}; divided by "
         "commas, may be repeated (default: nowhere, they are computed again)",
     )
-    max_num_seqs: int = option(64, group="scheduling", kind="int", help="most sequences in one step")
+    max_num_seqs: int | None = option(
+        group="scheduling", kind="int", help="most sequences in one step (default: 64 on a CPU, 256 on a GPU)"
+    )
     max_num_batched_tokens: int | None = option(
         group="scheduling",
         kind="int",
         help="most tokens in one step (default on a CPU: at least 512, measured at start, so that a step stays under "
-        "0.5 s; steps with long contexts then have fewer)",
+        "0.5 s; steps with long contexts then have fewer; on a GPU: 16384)",
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -148,15 +182,24 @@ class EngineOptions:
             ("block_size", 1, 4096),
             ("max_logprobs", -1, 2**31 - 1),
             ("seed", -(2**63), 2**63 - 1),
+            ("gpu_memory_utilization", 0.01, 1),
         ):
             _check_range(self, name, low, high)
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise StartError(f"--block-size must be a power of two, got {self.block_size}")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and sequences is not None and tokens < sequences:
             raise StartError(
-                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
-                "a step must be able to give each sequence a token; raise the one or lower the other"
+                f"--max-num-batched-tokens is {tokens}, below --max-num-seqs {sequences}: a step must be able to give "
+                "each sequence a token; raise the one or lower the other"
             )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device):
+            raise StartError(f"--device must be auto, cpu, cuda or cuda:N; got {self.device!r:.100}")
+        for size in self.cuda_graph_sizes:
+            if not 1 <= size <= 16384:
+                raise StartError(f"--cuda-graph-sizes must be numbers from 1 to 16384, got {size}")
+        if self.cuda_graph_sizes and self.enforce_eager:
+            raise StartError("--enforce-eager records no CUDA graphs, and --cuda-graph-sizes says which: leave one out")
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
@@ -243,10 +286,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "json": dict,
     "list": list,
     "texts": list,
+    "ints": list,
 }
 
 
-_SHOWN_TYPES = {"size": "int", "json": "dict", "texts": "list"}
+_SHOWN_TYPES = {"size": "int", "json": "dict", "texts": "list", "ints": "list"}
 
 
 def _check_types(options: Any) -> None:
@@ -259,8 +303,11 @@ def _check_types(options: Any) -> None:
         if not isinstance(value, _TYPES[kind]) or (is_number and isinstance(value, bool)):
             kind = _SHOWN_TYPES.get(kind, kind)
             raise StartError(f"{flag(field.name)} must be of the type {kind}, got {value!r:.100}")
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise StartError(f"{flag(field.name)} must hold strings, got {value!r:.100}")
+        if not isinstance(value, list):
+            continue
+        item_type, items = (int, "whole numbers") if kind == "ints" else (str, "strings")
+        if not all(isinstance(item, item_type) and not isinstance(item, bool) for item in value):
+            raise StartError(f"{flag(field.name)} must hold {items}, got {value!r:.100}")
 
 
 def _check_range(options: Any, name: str, low: float, high: float) -> None:
