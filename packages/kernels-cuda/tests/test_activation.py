@@ -20,6 +20,40 @@ def test_gated(dtype, kind, rows, width):
     assert error < TOLERANCE[dtype], f"{kind} {dtype} [{rows}, {width}]: {error}"
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [0, 1, 3, 700])
+@pytest.mark.parametrize("width", [64, 192, 1088, 14336])
+def test_gated_in_tiles(dtype, kind, rows, width):
+    x = (torch.randn(rows, 2 * width, device="cuda") * 3).to(dtype)
+    out = kernels.gated_activation(x, kind, tile=64, out=poisoned(rows, width, dtype=dtype))
+    error = relative_error(out, oracle.gated(x, kind, 64))
+    assert error < TOLERANCE[dtype], f"{kind} {dtype} [{rows}, {width}] in tiles: {error}"
+    # the same arithmetic, so the same bits as on rows in halves
+    halves = torch.cat([part.flatten(-2) for part in x.unflatten(-1, (-1, 2, 64)).unbind(-2)], -1)
+    assert torch.equal(out, kernels.gated_activation(halves, kind)), f"{kind} {dtype} [{rows}, {width}]"
+
+
+@pytest.mark.parametrize("width", [128, 1280, 14336])
+def test_fp8_in_tiles(width):
+    halves = torch.randn(67, 2 * width, device="cuda").bfloat16()
+    gate, up = (half.unflatten(-1, (-1, 64)) for half in halves.chunk(2, -1))
+    x = torch.stack((gate, up), -2).flatten(1)
+    for quantise in (kernels.silu_mul_fp8_per_token, kernels.silu_mul_fp8_per_group):
+        out, scale = quantise(x, tile=64)
+        expected, expected_scale = quantise(halves)
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), f"{quantise.__name__} {width}"
+        assert torch.equal(scale, expected_scale), f"{quantise.__name__} {width}"
+
+
+def test_strided_rows_in_tiles():
+    wide = torch.randn(70, 4096, device="cuda").bfloat16()
+    x = wide[:, 1024:3072]
+    out = poisoned(70, 2048, dtype=torch.bfloat16)[:, :1024]
+    kernels.silu_mul(x, tile=64, out=out)
+    assert relative_error(out, oracle.gated(x, "silu", 64)) < 6e-3
+
+
 def test_strided_rows_and_more_dimensions():
     wide = torch.randn(70, 4096, device="cuda").bfloat16()
     x = wide[:, 1024:3072]
@@ -114,6 +148,8 @@ def test_wrong_arguments_are_named():
         (lambda: kernels.silu_mul(x[:, 4:132]), "x"),
         (lambda: kernels.silu_mul(x, out=x), "out"),
         (lambda: kernels.gated_activation(x, "relu"), "kind"),
+        (lambda: kernels.silu_mul(x, tile=32), "tile"),
+        (lambda: kernels.silu_mul(x[:, :192], tile=64), "x"),
         (lambda: kernels.quant_fp8_per_token(x.float()), "x"),
         (lambda: kernels.quant_fp8_per_group(x[:, :64]), "x"),
         (lambda: kernels.quant_fp8_per_token(x, scale=torch.empty(3, device="cuda")), "scale"),

@@ -67,6 +67,11 @@ int launch_group(const ActParams& p, int64_t num_rows, cudaStream_t stream) {
   return launch(act_fp8_group_kernel<kAct, T>, how, p, static_cast<int>(per_row));
 }
 
+// Offsets within a row stay within 32 bits.
+bool known_layout(int layout, int64_t width) {
+  return width <= INT32_MAX / 2 && (layout == kHalves || (layout == kTile64 && width % layout == 0));
+}
+
 // launch(act, T) for what the quantisers take.
 template <class Go>
 int by_act_and_elem(int act, int elem, Go&& go) {
@@ -84,9 +89,11 @@ int by_act_and_elem(int act, int elem, Go&& go) {
 }  // namespace lamella
 
 LAMELLA_API int lamella_gated(void* out, const void* x, int64_t num_rows, int64_t width, int64_t out_stride,
-                              int64_t x_stride, int act, int elem, void* stream) {
+                              int64_t x_stride, int layout, int act, int elem, void* stream) {
   using namespace lamella;
-  const ActParams p{out, nullptr, x, width, out_stride, x_stride, 0, 0, false};
+  if (!known_layout(layout, width)) return kUnsupported;
+  ActParams p{out, nullptr, x, width, out_stride, x_stride, 0, 0, false, 0, 0};
+  set_layout(p, layout);
   const auto s = static_cast<cudaStream_t>(stream);
   switch (static_cast<Elem>(elem)) {
     case Elem::f32:
@@ -101,9 +108,12 @@ LAMELLA_API int lamella_gated(void* out, const void* x, int64_t num_rows, int64_
 }
 
 LAMELLA_API int lamella_act_fp8_token(void* out, float* scale, const void* x, int64_t num_rows, int64_t width,
-                                      int64_t out_stride, int64_t x_stride, int act, int elem, void* stream) {
+                                      int64_t out_stride, int64_t x_stride, int layout, int act, int elem,
+                                      void* stream) {
   using namespace lamella;
-  const ActParams p{out, scale, x, width, out_stride, x_stride, 0, 0, false};
+  if (!known_layout(layout, width)) return kUnsupported;
+  ActParams p{out, scale, x, width, out_stride, x_stride, 0, 0, false, 0, 0};
+  set_layout(p, layout);
   return by_act_and_elem(act, elem, [&](auto kind, auto example) {
     return launch_token<kind.value, decltype(example)>(p, num_rows, static_cast<cudaStream_t>(stream));
   });
@@ -111,9 +121,12 @@ LAMELLA_API int lamella_act_fp8_token(void* out, float* scale, const void* x, in
 
 LAMELLA_API int lamella_act_fp8_group(void* out, float* scale, const void* x, int64_t num_rows, int64_t width,
                                       int64_t out_stride, int64_t x_stride, int64_t scale_row_stride,
-                                      int64_t scale_group_stride, int pow2, int act, int elem, void* stream) {
+                                      int64_t scale_group_stride, int layout, int pow2, int act, int elem,
+                                      void* stream) {
   using namespace lamella;
-  const ActParams p{out, scale, x, width, out_stride, x_stride, scale_row_stride, scale_group_stride, pow2 != 0};
+  if (!known_layout(layout, width)) return kUnsupported;
+  ActParams p{out, scale, x, width, out_stride, x_stride, scale_row_stride, scale_group_stride, pow2 != 0, 0, 0};
+  set_layout(p, layout);
   return by_act_and_elem(act, elem, [&](auto kind, auto example) {
     return launch_group<kind.value, decltype(example)>(p, num_rows, static_cast<cudaStream_t>(stream));
   });

@@ -1,6 +1,8 @@
 // Elementwise over rows, 16 bytes at a time:
 //
 //   x row [ gate vector i | .. || up vector i | .. ] ──> act(gate) * up ──> out vector i (or amax ──> fp8)
+//
+// or in tiles [ gate 0-63 | up 0-63 | gate 64-127 | .. ]: only where gate i stands and how far up is behind it differ.
 #pragma once
 
 #include "activation/gated.h"
@@ -16,7 +18,17 @@ struct ActParams {
   const void* x;
   int64_t width, out_stride, x_stride, scale_row_stride, scale_group_stride;
   bool pow2;
+  int up_distance;  // from a gate to its up: width, or the size of a tile
+  int tile_mask;    // of i, what is added to it to get the place of gate i: the tiles before it held as many ups
 };
+
+// layout: 0 for [gate | up], else the size of a tile, a power of two.
+inline void set_layout(ActParams& p, int layout) {
+  p.up_distance = layout > 0 ? layout : static_cast<int>(p.width);
+  p.tile_mask = layout > 0 ? -layout : 0;
+}
+
+__device__ __forceinline__ int gate_place(const ActParams& p, int i) { return i + (i & p.tile_mask); }
 
 // Wide types keep the exact functions: their users compare against float32 references.
 template <int kAct, class T>
@@ -49,12 +61,12 @@ __device__ __forceinline__ Vec<T> gate_up(const Vec<T>& gate, const Vec<T>& up) 
   return y;
 }
 
-template <int kAct, class T, bool kStream>
-__device__ __forceinline__ Vec<T> load_act(const T* x, int64_t place, int64_t width) {
+template <int kAct, class T>
+__device__ __forceinline__ Vec<T> load_act(const ActParams& p, const T* x, int place) {
   constexpr int kSize = Vec<T>::kSize;
-  const auto load = [](const T* from) { return kStream ? load_stream(from) : load_vec(from); };
-  if constexpr (kAct == kActNone) return load(x + place * kSize);
-  const Vec<T> gate = load(x + place * kSize), up = load(x + width + place * kSize);
+  if constexpr (kAct == kActNone) return load_vec(x + int64_t{place} * kSize);
+  const T* from = x + gate_place(p, place * kSize);
+  const Vec<T> gate = load_vec(from), up = load_vec(from + p.up_distance);
   return gate_up<kAct, T>(gate, up);
 }
 
@@ -76,8 +88,9 @@ __global__ void __launch_bounds__(kGatedThreads) gated_kernel(const ActParams p,
   for (int i = 0; i < kVecs; ++i) {
     const int place = first + i * kGatedThreads;
     if (place >= num_vecs) continue;
-    gate[i] = load(x + int64_t{place} * kSize);
-    up[i] = load(x + p.width + int64_t{place} * kSize);
+    const T* from = x + gate_place(p, place * kSize);
+    gate[i] = load(from);
+    up[i] = load(from + p.up_distance);
   }
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
@@ -121,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) act_fp8_token_kernel(const ActParams
   for (int i = 0; i < kVecs; ++i) {
     const int place = threadIdx.x + i * kThreads;
     if (place >= num_vecs) continue;
-    y[i] = load_act<kAct, T, false>(x, place, p.width);
+    y[i] = load_act<kAct>(p, x, place);
     most = largest(y[i], most);
   }
   const float scale = fmaxf(block_max<kWarps>(most, scratch) / 448.f, 1.f / (448.f * 512.f));
@@ -152,7 +165,7 @@ __global__ void __launch_bounds__(kGatedThreads) act_fp8_group_kernel(const ActP
   launch_successor();
   const bool inside = place < num_vecs;  // the same for all 16 lanes of a group
   Vec<T> y{};
-  if (inside) y = load_act<kAct, T, false>(x, place, p.width);
+  if (inside) y = load_act<kAct>(p, x, place);
   float most = largest(y, 0.f);
 #pragma unroll
   for (int offset = 8; offset > 0; offset >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));

@@ -14,9 +14,12 @@ def activate(x, kind):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def gated(x, kind):
+def gated(x, kind, tile=0):
     """float64; the activation is rounded to x's type first."""
-    gate, up = x.chunk(2, -1)
+    if tile:
+        gate, up = (part.flatten(-2) for part in x.unflatten(-1, (-1, 2, tile)).unbind(-2))
+    else:
+        gate, up = x.chunk(2, -1)
     return activate(gate, kind).to(x.dtype).double() * up.double()
 
 
