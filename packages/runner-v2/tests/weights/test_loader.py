@@ -109,6 +109,14 @@ def test_quantised_parts_arrive_as_blocks(tmp_path: Path) -> None:
     assert bound.tensors["layers.0.gate"].shape == (128, 2 * 20)
 
 
+def test_parts_are_on_the_device_before_they_are_packed(llama: TinyModel) -> None:
+    checkpoint = open_checkpoint(llama.path)
+    bound, store = Bound(checkpoint), WeightStore(Arena("weights", "meta"))
+    load(checkpoint, bound.slots, store, device="meta")
+    assert {tensor.device.type for tensor in bound.tensors.values()} == {"meta"}
+    assert store.total_bytes == sum(t.nbytes for t in llama.state.values())
+
+
 def test_misfits_are_named_in_one_error(llama: TinyModel) -> None:
     state = dict(llama.state)
     for idx in range(3):

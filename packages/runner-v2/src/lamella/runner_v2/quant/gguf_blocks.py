@@ -1,7 +1,7 @@
 """GGUF's block formats: dequantising to float32, and random blocks for tests and dummy weights.
 
 A row is a sequence of blocks; each holds block_len weights in block_bytes bytes. Values are exactly those of the gguf
-library, which does the arithmetic.
+library, which does the arithmetic on a CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from gguf import quants
 
 from lamella.runner_v2.errors import UnsupportedError
+from lamella.runner_v2.quant.device_blocks import dequantise_blocks
 from lamella.runner_v2.quant.scheme import FORMATS, WeightFormat
 
 GGML_TYPES: dict[str, gguf.GGMLQuantizationType] = {
@@ -46,9 +47,12 @@ def format_of_ggml(ggml_type: gguf.GGMLQuantizationType, tensor: str) -> WeightF
 
 
 def dequantise(data: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """Float32 weights [..., columns] of raw blocks uint8 [..., row_bytes]. Dense data is converted."""
+    """Float32 weights [..., columns] of raw blocks uint8 [..., row_bytes], where the data lies. Dense data is
+    converted."""
     if not format.quantised:
         return data.float()
+    if data.device.type != "cpu":
+        return dequantise_blocks(data, format)
     rows = data.reshape(-1, data.shape[-1]).numpy()
     out = torch.empty(len(rows), data.shape[-1] // format.block_bytes * format.block_len)
     # in slices, because the library's intermediates take several times the size of its result

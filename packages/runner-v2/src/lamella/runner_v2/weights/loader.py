@@ -1,14 +1,22 @@
-"""Moves weights from a checkpoint into the store: check everything, then read in file order, pack, store, bind."""
+"""Moves weights from a checkpoint into the store: check everything, then read in file order, pack, store, bind.
+
+    file ──read──▶ raw parts ──staging──▶ on the device ──pack──▶ named tensors ──▶ store ──bind──▶ layer
+
+On a CPU there is nothing to stage. On a device packing is the device's work: what is quantised is turned into numbers
+there, and the next part is read from the file meanwhile.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
 
+import torch
 from tqdm import tqdm
 
 from lamella.runner_v2.errors import CheckpointError
 from lamella.runner_v2.weights.slots import Checkpoint, Part, RawPart, Slot
+from lamella.runner_v2.weights.staging import open_staging
 from lamella.runner_v2.weights.store import WeightStore
 
 _MAX_NAMED = 8
@@ -21,9 +29,10 @@ def load(
     tp_rank: int = 0,
     tp_size: int = 1,
     progress: bool = False,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Fill the slots. Packed tensors are stored as "{slot.name}.{name}"; a second load into the same store writes into
-    the same storage.
+    the same storage. device: where raw parts are before they are packed; the store's own.
 
     CheckpointError, before anything is read, if tensors are missing, superfluous or misshapen. progress shows a bar on
     standard error.
@@ -36,9 +45,12 @@ def load(
         todo.append((place, slot, parts))
     todo.sort(key=lambda entry: entry[0])
     total = sum(_num_bytes(checkpoint, part) for _, _, parts in todo for part in parts) // tp_size
+    move = open_staging(device)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
         for _, slot, parts in todo:
             raw = [checkpoint.read(part, tp_rank, tp_size) for part in parts]
+            if move is not None:
+                raw = [part._replace(data=move(part.data)) for part in raw]
             _fill(slot, raw, store)
             bar.update(sum(part.data.nbytes for part in raw))
 
