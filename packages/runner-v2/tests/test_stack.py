@@ -35,25 +35,34 @@ class TestGraphCache:
     def test_without_recorder_every_step_is_eager(self) -> None:
         cache = GraphCache()
         counter = iter(range(9))
-        key = GraphKey(1, 1, 1, "greedy")
+        key = GraphKey("logits", 1)
         assert [cache.run(key, lambda: next(counter)) for _ in range(3)] == [0, 1, 2]
         assert len(cache) == 0
+        assert not cache.records
 
-    def test_one_recording_per_key(self) -> None:
+    def test_replays_what_was_recorded_and_nothing_else(self) -> None:
         recorded: list[int] = []
 
         class Recorder:
             def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
+                place = len(recorded)
                 recorded.append(call())
-                return lambda: ("replayed", recorded[-1])
+                return lambda: ("replayed", recorded[place])
 
         cache = GraphCache(Recorder())
         counter = iter(range(9))
-        one, two = GraphKey(1, 1, 1, "greedy"), GraphKey(1, 1, 1, "random")
-        results = [cache.run(key, lambda: next(counter)) for key in (one, one, two, one)]
-        assert recorded == [0, 1]
-        assert [r[0] for r in results] == ["replayed"] * 4
+        one, two, three = GraphKey("logits", 1), GraphKey("sample", 1), GraphKey("logits", 2)
+        for key in (one, two):
+            cache.record(key, lambda: next(counter))
+        assert [cache.run(key, lambda: next(counter)) for key in (one, two, three, one)] == [
+            ("replayed", 0),
+            ("replayed", 1),
+            2,
+            ("replayed", 0),
+        ]
         assert len(cache) == 2
+        cache.clear()
+        assert cache.run(one, lambda: "again") == "again"
 
 
 class TestHostMemory:

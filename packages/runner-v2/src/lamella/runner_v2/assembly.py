@@ -45,9 +45,8 @@ def assemble(config: RunnerConfig, checkpoint: Checkpoint, group: Collectives, h
     RunnerError with the reason if this rank cannot run the model.
     """
     model_config = checkpoint.config
-    providers = create_providers(config)
-    table = OpTable(providers)
     limits = _limits(config, model_config, group.size, max_len)
+    table = OpTable(create_providers(config, limits.dtype))
     backend = choose_backend(table.providers, limits, config.kv_dtype, config.batch_invariant)
     materials = Materials(
         config=model_config,
@@ -66,7 +65,7 @@ def assemble(config: RunnerConfig, checkpoint: Checkpoint, group: Collectives, h
     )
     model = DecoderModel(materials, group_of_layer(model_config))
     store = WeightStore(Arena("weights", config.device))
-    load(checkpoint, model.slots(), store, group.rank, group.size, config.progress)
+    load(checkpoint, model.slots(), store, group.rank, group.size, config.progress, config.device)
     groups = groups_of(model_config, backend.limits)
     return Assembly(model_config, model, LayerStack(model.layers, hooks), table, backend, groups, store)
 
@@ -75,15 +74,27 @@ def activation_bytes(config: RunnerConfig, model: ModelConfig) -> int:
     """Upper estimate of what a step of max_num_tokens needs beside weights and cache."""
     heads = model.num_heads + 2 * model.num_kv_heads
     widest = max(model.intermediate_size, *(layer.moe.intermediate_size for layer in model.layers if layer.moe), 0)
-    per_token = 4 * (4 * model.hidden_size + 2 * heads * model.head_dim + 3 * widest)
+    itemsize = activation_dtype(config, model).itemsize
+    per_token = itemsize * (4 * model.hidden_size + 2 * heads * model.head_dim + 3 * widest)
     per_logits_row = 4 * 2 * model.vocab_size
     return config.max_num_tokens * per_token + config.max_num_rows * (1 + config.max_num_drafts) * per_logits_row
+
+
+def activation_dtype(config: RunnerConfig, model: ModelConfig) -> torch.dtype:
+    """float32 on a CPU; with a device's kernels what was asked for, else the model's own 16-bit type, else bfloat16."""
+    if torch.device(config.device).type == "cpu" and "cuda" not in (config.providers or ()):
+        return torch.float32
+    name = model.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and name not in ("bfloat16", "float16"):
+        name = "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _limits(config: RunnerConfig, model: ModelConfig, tp_size: int, max_len: int) -> AttentionLimits:
     if model.num_heads % tp_size:
         raise ConfigError(f"tensor parallel size {tp_size} does not divide the model's {model.num_heads} heads")
-    dtype = torch.float32
+    dtype = activation_dtype(config, model)
     return AttentionLimits(
         device=config.device,
         dtype=dtype,

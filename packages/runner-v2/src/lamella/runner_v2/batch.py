@@ -3,7 +3,7 @@
     Work ──layout()──> BatchLayout    what the host knows: who, how many tokens, where in the batch; kept while it holds
          ──build()───> StepBatch      what only the device knows: ids, positions, lengths, slots; every step
 
-A row's tokens lie together, in the order of Work:
+A row's tokens lie together, in the order of Work; for a device, rows of one token come first (BatchLayout.order):
 
     row i:   [ query_start[i] ........ query_start[i + 1] )        the last verify_lens[i] of them are drafts
                                [ 1 + verify_lens[i]       )        have logits, if the row samples in this step
@@ -11,7 +11,7 @@ A row's tokens lie together, in the order of Work:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,11 @@ from lamella.runner_v2.inputs import InputBatch
 from lamella.runner_v2.sampling.rows import LogitsRows
 from lamella.runner_v2.state import NO_DRAFT, Ints, SequenceState
 from lamella.runner_v2.step import Work
+from lamella.runner_v2.writes import DirectWrites, Writes
 
 
 class BatchLayout(NamedTuple):
-    """The part of a batch that stays while the same rows compute the same numbers of tokens.
+    """The part of a batch that stays while the same rows compute the same numbers of tokens. work is in batch order.
 
     R rows, T tokens, S rows that sample (all but unfinished prompt chunks), L logits rows.
     """
@@ -35,6 +36,10 @@ class BatchLayout(NamedTuple):
     num_rows: int
     max_query_len: int
     max_verify_len: int
+    num_single: int
+    """The first so many rows have one token, and it is no draft."""
+    order: Ints | None
+    """[R] place in the step's Work of each batch row; None: the same."""
     # on the host
     rows: Ints  # [R] device rows
     query_lens: Ints  # [R]
@@ -57,6 +62,7 @@ class BatchLayout(NamedTuple):
     table_base: torch.Tensor  # [T] int64 likewise in a flattened block table
     logits_idx: torch.Tensor  # [L] int32
     logits_start: torch.Tensor  # [R + 1] int32
+    logits_rows: torch.Tensor  # [L] int32 device row of each logits row
     device_sampled: torch.Tensor  # [S] int64 index into rows
     device_sampled_start: torch.Tensor  # [S + 1] int32
     draft_tokens: torch.Tensor  # [S, max_verify_len] int64 index of each draft's token
@@ -73,20 +79,33 @@ class StepBatch(NamedTuple):
 class BatchBuilder:
     """Lays steps out. Reads the rows' state and tables, changes neither."""
 
-    def __init__(self, state: SequenceState, tables: BlockTables, max_num_tokens: int, device: str) -> None:
+    def __init__(
+        self,
+        state: SequenceState,
+        tables: BlockTables,
+        max_num_tokens: int,
+        device: str,
+        writes: Writes | None = None,
+        singles_first: bool = False,
+    ) -> None:
+        """writes: how arrays reach the device; None: directly. singles_first: rows of one token to the front."""
         self._state = state
         self._tables = tables
         self._max_num_tokens = max_num_tokens
         self._device = device
+        self._writes = DirectWrites() if writes is None else writes
+        self._singles_first = singles_first
+        self._given: Work | None = None
         self._last: BatchLayout | None = None
 
     def layout(self, work: Work | None) -> BatchLayout:
         """The layout of a step; None: the work of the step before. Constant time while nothing changes."""
         last = self._last
         if work is None:
-            assert last is not None, "the first step must say what to compute"
-            work = last.work
-        if last is None or not (work is last.work or work == last.work) or self._samples_change(last):
+            assert self._given is not None, "the first step must say what to compute"
+            work = self._given
+        if last is None or not (work is self._given or work == self._given) or self._samples_change(last):
+            self._given = work
             last = self._last = self._lay_out(work)
         reach = self._state.planned_len[last.rows] + last.query_lens
         assert (reach <= self._tables.capacity[:, last.rows]).all(), "a row lacks blocks for its tokens"
@@ -118,6 +137,7 @@ class BatchBuilder:
             slot_mapping=tuple(tables.slots(g, entries, offsets) for g in groups),
             logits_idx=layout.logits_idx,
             logits_start=layout.logits_start,
+            num_single=layout.num_single,
         )
         drafts = layout.draft_tokens
         if layout.max_verify_len:
@@ -143,7 +163,10 @@ class BatchBuilder:
         return not np.array_equal(reach >= self._state.known_len[layout.rows], layout.samples)
 
     def _lay_out(self, work: Work) -> BatchLayout:
-        state, device = self._state, self._device
+        state = self._state
+        order = self._order(work)
+        if order is not None:
+            work = Work(*(tuple(column[i] for i in order) for column in work))
         rows = np.asarray(work.rows, np.int64)
         query_lens = np.asarray(work.query_lens, np.int32)
         verify_lens = np.asarray(work.verify_lens, np.int32)
@@ -171,15 +194,35 @@ class BatchBuilder:
         draft_tokens = np.where(is_draft, first_draft[:, None] + draft_columns, 0)
         sampled_start = _starts(logits_lens[sampled])
 
-        def on_device(array: Ints | npt.NDArray[np.bool_], dtype: type[np.generic] = np.int32) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
-
+        is_single = (query_lens == 1) & (verify_lens == 0)
+        on_device = self._upload(
+            device_rows=(rows, np.int64),
+            narrow_rows=(rows, np.int32),
+            device_query_lens=(query_lens, np.int32),
+            device_verify_lens=(verify_lens, np.int32),
+            query_start=(query_start, np.int32),
+            owner=(owner, np.int64),
+            offset=(offset, np.int32),
+            ids_base=(rows[owner] * state.width, np.int64),
+            table_base=(rows[owner] * self._tables.max_blocks, np.int64),
+            logits_idx=(query_start[:-1][logits_owner] + logits_offset, np.int32),
+            logits_start=(logits_start, np.int32),
+            logits_rows=(rows[logits_owner], np.int32),
+            device_sampled=(sampled, np.int64),
+            device_sampled_start=(sampled_start, np.int32),
+            draft_tokens=(draft_tokens, np.int64),
+            is_draft=(is_draft, np.bool_),
+        )
+        if num_tokens == num_rows:
+            on_device["owner"] = None
         return BatchLayout(
             work=work,
             num_tokens=num_tokens,
             num_rows=num_rows,
             max_query_len=int(query_lens.max(initial=0)),
             max_verify_len=max_verify_len,
+            num_single=num_rows if is_single.all() else int(np.argmin(is_single)),
+            order=order,
             rows=rows,
             query_lens=query_lens,
             verify_lens=verify_lens,
@@ -189,22 +232,22 @@ class BatchBuilder:
             logits_offset=logits_offset,
             draft_idx=draft_idx,
             sampled_start=sampled_start,
-            device_rows=on_device(rows, np.int64),
-            narrow_rows=on_device(rows),
-            device_query_lens=on_device(query_lens),
-            device_verify_lens=on_device(verify_lens),
-            query_start=on_device(query_start),
-            owner=None if num_tokens == num_rows else on_device(owner, np.int64),
-            offset=on_device(offset),
-            ids_base=on_device(rows[owner] * state.width, np.int64),
-            table_base=on_device(rows[owner] * self._tables.max_blocks, np.int64),
-            logits_idx=on_device(query_start[:-1][logits_owner] + logits_offset),
-            logits_start=on_device(logits_start),
-            device_sampled=on_device(sampled, np.int64),
-            device_sampled_start=on_device(sampled_start),
-            draft_tokens=on_device(draft_tokens, np.int64),
-            is_draft=on_device(is_draft, np.bool_),
+            **on_device,
         )
+
+    def _order(self, work: Work) -> Ints | None:
+        """Rows of one token before the others; None: they are, or it does not matter."""
+        if not self._singles_first:
+            return None
+        later = (np.asarray(work.query_lens) != 1) | (np.asarray(work.verify_lens) != 0)
+        if (later[:-1] <= later[1:]).all():
+            return None
+        return np.argsort(later, kind="stable")
+
+    def _upload(self, **arrays: tuple[Ints | npt.NDArray[np.bool_], type[np.generic]]) -> dict[str, Any]:
+        """The arrays on the device, in the given types."""
+        cast = [np.ascontiguousarray(array, dtype) for array, dtype in arrays.values()]
+        return dict(zip(arrays, self._writes.upload(cast)))
 
 
 def _starts(lens: Ints) -> Ints:

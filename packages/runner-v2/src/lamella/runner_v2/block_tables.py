@@ -12,23 +12,38 @@ import numpy as np
 import torch
 
 from lamella.runner_v2.kv_cache import NULL_BLOCK, blocks_for
+from lamella.runner_v2.writes import DirectWrites, Writes
 
 
 class BlockTables:
-    """One table [max_num_rows, max_blocks] int32 per group."""
+    """One table [max_num_rows + 1, max_blocks] int32 per group; that of the spare row, which pads batches, has null blocks
+    only."""
 
-    def __init__(self, num_groups: int, max_num_rows: int, max_len: int, block_size: int, device: str) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        max_num_rows: int,
+        max_len: int,
+        block_size: int,
+        device: str,
+        writes: Writes | None = None,
+    ) -> None:
+        """writes: how changes reach the device; None: directly, in the host's memory."""
         self.block_size = block_size
         self.max_blocks = blocks_for(max_len, block_size)
         self._tables = [
-            torch.full((max_num_rows, self.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+            torch.full((max_num_rows + 1, self.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
             for _ in range(num_groups)
         ]
+        self._writes = DirectWrites() if writes is None else writes
         self.capacity = np.zeros((num_groups, max_num_rows), dtype=np.int64)
         """Tokens that each row's blocks reach to, per group (on the host)."""
 
     def __len__(self) -> int:
         return len(self._tables)
+
+    def __getitem__(self, group: int) -> torch.Tensor:  # [max_num_rows + 1, max_blocks]
+        return self._tables[group]
 
     def reset(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """A row got a new owner with these blocks per group."""
@@ -41,7 +56,7 @@ class BlockTables:
         """table[start : start + len(block_ids)] = block_ids; the table ends there."""
         end = start + len(block_ids)
         assert 0 <= start <= end <= self.max_blocks, f"row {row}: blocks [{start}, {end}) of {self.max_blocks}"
-        self._tables[group][row, start:end] = torch.tensor(block_ids, dtype=torch.int32)
+        self._writes.put(self._tables[group], row * self.max_blocks + start, block_ids)
         self.capacity[group, row] = end * self.block_size
 
     def gather(self, group: int, rows: torch.Tensor, max_len: int) -> torch.Tensor:

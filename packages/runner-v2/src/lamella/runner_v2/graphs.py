@@ -1,7 +1,8 @@
-"""Replays whole steps where the device can record them: build, forward, sample or verify, advance, draft.
+"""Replays steps where the device can record them, in two parts: up to the logits, and from them to the next step's
+state. Between the two lies what only the host knows (grammar masks, penalties); mostly nothing.
 
-What makes two steps the same recording is their GraphKey. Rows inside a recording are ragged by device offsets; padding
-and missing drafts are -1. On a CPU there is nothing to record and every step runs eagerly.
+What makes two steps the same recording is their GraphKey: padding rows fill a batch up to a size that was recorded. On a
+CPU there is nothing to record and every step runs eagerly.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
-SamplingClass = Literal["none", "greedy", "random", "masked"]
+Part = Literal["logits", "sample"]
 
 
 class GraphKey(NamedTuple):
     """Everything that a recording is fixed to."""
 
-    num_tokens: int
+    part: Part
     num_rows: int
-    max_query_len: int
-    sampling_class: SamplingClass
-    """none: prompt chunks only; masked: cut before sampling, which waits for the host."""
+    """One token each."""
     lora: bool = False
     lane: int = 0
     """Which of the plan buffers the step uses."""
@@ -34,22 +33,34 @@ class Recorder(Protocol):
 
 
 class GraphCache:
-    """Recordings by key."""
+    """Recordings by key. All are made before the first step: no step waits for one."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         """recorder: None runs every step eagerly."""
         self._recorder = recorder
         self._recordings: dict[GraphKey, Callable[[], Any]] = {}
 
+    @property
+    def records(self) -> bool:
+        """Whether this device can record."""
+        return self._recorder is not None
+
+    def record(self, key: GraphKey, call: Callable[[], Any]) -> None:
+        """Run the call and keep its recording."""
+        assert self._recorder is not None, "this device cannot record"
+        self._recordings[key] = self._recorder.record(call)
+
     def run(self, key: GraphKey, call: Callable[[], T]) -> T:
-        """Replay the step recorded under the key; without a recording make one, or run eagerly."""
-        if self._recorder is None:
-            return call()
+        """Replay the step recorded under the key; without a recording run it eagerly."""
         recording = self._recordings.get(key)
         if recording is None:
-            recording = self._recordings[key] = self._recorder.record(call)
+            return call()
         result: T = recording()
         return result
+
+    def clear(self) -> None:
+        """Drop the recordings: the memory that they name goes away."""
+        self._recordings.clear()
 
     def __len__(self) -> int:
         return len(self._recordings)

@@ -1,4 +1,4 @@
-"""Brings what a step chose to the host."""
+"""Brings what steps chose to the host, while later ones run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,35 @@ class HostResult(NamedTuple):
     """Small results of a step on the host."""
 
     ids: npt.NDArray[np.int32]  # [L] chosen at each logits row
+    statuses: npt.NDArray[np.uint8]  # [L] see sampling/rows.py
     num_accepted: npt.NDArray[np.int32]  # [S] drafts that stand, per sampling row
     next_ids: npt.NDArray[np.int32]  # [S]
 
 
 class OutputCopy:
-    """Copies that are started early and read late. On a CPU there is nothing to wait for; the result is a copy all the
-    same, because its reader changes it."""
+    """A copy that was started behind its step and is read late. On a CPU there is nothing to wait for; the result is a
+    copy all the same, because its reader changes it."""
 
-    def start(self, ids: torch.Tensor, num_accepted: torch.Tensor, next_ids: torch.Tensor) -> None:
-        """Begin to copy. One copy at a time."""
-        self._pending = tuple(t.to("cpu", copy=True, non_blocking=True) for t in (ids, num_accepted, next_ids))
-        self._event = torch.Event(ids.device) if ids.is_cuda else None
-        if self._event is not None:
+    def __init__(
+        self, ids: torch.Tensor, statuses: torch.Tensor, num_accepted: torch.Tensor, next_ids: torch.Tensor
+    ) -> None:
+        """Begin to copy."""
+        tensors = (ids, statuses, num_accepted, next_ids)
+        self._event: torch.Event | None = None
+        if ids.is_cuda:
+            self._copies = tuple(_to_pinned(t) for t in tensors)
+            self._event = torch.Event(ids.device)
             self._event.record()
+        else:
+            self._copies = tuple(t.clone() for t in tensors)
 
     def wait(self) -> HostResult:
-        """The result of the last start()."""
+        """The result, once it is there."""
         if self._event is not None:
             self._event.synchronize()
-        ids, num_accepted, next_ids = (t.numpy() for t in self._pending)
-        return HostResult(ids, num_accepted, next_ids)
+        ids, statuses, num_accepted, next_ids = (t.numpy() for t in self._copies)
+        return HostResult(ids, statuses, num_accepted, next_ids)
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

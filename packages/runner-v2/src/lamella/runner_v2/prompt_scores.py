@@ -28,6 +28,11 @@ class PromptScores:
         self._state = state
         self._wanted: dict[int, int] = {}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any row asks."""
+        return bool(self._wanted)
+
     def add(self, row: int, params: RowParams) -> None:
         """The row got a new owner."""
         if params.num_prompt_logprobs is not None:

@@ -1,28 +1,33 @@
 """Runs steps of a continuous batch on one rank.
 
     load ──> report ──> allocate ──> execute, execute, execute, ...
+                                     launch, launch, finish, launch, finish ...      where the device runs behind
 
-A step, top to bottom: row changes, batch, forward, sample, verify, advance, draft, output.
+A step, top to bottom: row changes, batch, forward, sample, verify, advance ─ launch ends here ─ output, draft.
+What a launch needs of the steps before it lies on the device, with one exception: rows whose logits are edited by what
+they emitted (penalties, bad words) wait for the results before.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lamella.runner_v2.assembly import Assembly, activation_bytes, assemble
-from lamella.runner_v2.batch import BatchBuilder, BatchLayout
+from lamella.runner_v2.batch import BatchBuilder, BatchLayout, StepBatch
 from lamella.runner_v2.block_tables import BlockTables
 from lamella.runner_v2.config import RunnerConfig
+from lamella.runner_v2.decode_batch import DecodeBatches, DecodeStep
 from lamella.runner_v2.drafting import Drafting
-from lamella.runner_v2.graphs import GraphCache, GraphKey, SamplingClass
-from lamella.runner_v2.host_memory import available_bytes
+from lamella.runner_v2.graphs import GraphCache, GraphKey
 from lamella.runner_v2.inputs import InputBatch, LayerCache, ModelInput
 from lamella.runner_v2.kv_cache import allocate_caches, pool_bytes
 from lamella.runner_v2.layers.decoder import Carried
@@ -30,10 +35,14 @@ from lamella.runner_v2.memory import Arena
 from lamella.runner_v2.output_copy import HostResult, OutputCopy
 from lamella.runner_v2.parallel.collectives import Collectives
 from lamella.runner_v2.parallel.groups import SoloGroup
+from lamella.runner_v2.platforms import Platform, pick_platform
+from lamella.runner_v2.profiling import profile_prefill
 from lamella.runner_v2.prompt_scores import PromptScores
 from lamella.runner_v2.protocols import KvMover, Speculator
+from lamella.runner_v2.sampling.cuda import CudaKernels
+from lamella.runner_v2.sampling.device_choice import DeviceChoice
 from lamella.runner_v2.sampling.host import pick_kernels
-from lamella.runner_v2.sampling.rows import NONE_ALLOWED, REASONS, SampleResult
+from lamella.runner_v2.sampling.rows import NONE_ALLOWED, OK, REASONS
 from lamella.runner_v2.sampling.sampler import Sampler
 from lamella.runner_v2.stack import Hooks
 from lamella.runner_v2.state import SequenceState
@@ -43,13 +52,18 @@ from lamella.runner_v2.weights.open import open_checkpoint
 from lamella.runner_v2.weights.slots import Checkpoint
 
 
-class _Computed(NamedTuple):
-    """What a step left on the device and for the output."""
+class Pending(NamedTuple):
+    """A step that was launched."""
 
-    sample: SampleResult | None
+    step: Step
+    layout: BatchLayout
+    generations: list[int]
+    """Of the batch's rows, when the step was launched."""
+    copy: OutputCopy | None
     """None: no row sampled."""
-    host: HostResult | None
+    logprobs: list[TokenLogprobs | None] | None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
+    started: float
 
 
 class ModelRunner:
@@ -65,17 +79,28 @@ class ModelRunner:
         speculator: Speculator | None = None,
         group: Collectives | None = None,
         mover: KvMover | None = None,
+        platform: Platform | None = None,
     ) -> None:
-        """Build the model and load its weights from the checkpoint, which may be closed afterwards."""
+        """Build the model and load its weights from the checkpoint, which may be closed afterwards.
+
+        platform: None: that of config.device.
+        """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         group = SoloGroup() if group is None else group
         assert (group.rank, group.size) == (config.tp_rank, config.tp_size), "the group is not that of the config"
         self.config = config
+        self.platform = pick_platform(config) if platform is None else platform
         self._mover = mover
         keep_host_ids = speculator is not None and speculator.needs.host_ids
+        self._writes = self.platform.writes
         self._state = SequenceState(
-            config.max_num_rows, config.max_model_len, config.max_num_drafts, config.device, keep_host_ids
+            config.max_num_rows,
+            config.max_model_len,
+            config.max_num_drafts,
+            config.device,
+            keep_host_ids,
+            self._writes,
         )
         hooks = Hooks() if mover is None else Hooks(before=(mover.wait_layer,))
         with torch.no_grad():
@@ -88,19 +113,38 @@ class ModelRunner:
             self._state.width,
             config.block_size,
             config.device,
+            self._writes,
         )
-        self._builder = BatchBuilder(self._state, self._tables, config.max_num_tokens, config.device)
+        self._builder = BatchBuilder(
+            self._state, self._tables, config.max_num_tokens, config.device, self._writes, self.platform.runs_behind
+        )
+        kernels = self.platform.kernels
+        vocab_size = self.model_config.vocab_size
         self._sampler = Sampler(
-            self.model_config.vocab_size,
+            vocab_size,
             config.max_num_rows,
             config.device,
             config.max_num_drafts,
-            pick_kernels(config.device, config.providers),
+            pick_kernels(config.device, config.providers) if kernels is None else CudaKernels(kernels),
         )
+        self._choice: DeviceChoice | None = None
+        self._decode: DecodeBatches | None = None
+        if kernels is not None:
+            num_rows = config.max_num_rows + 1
+            most = max(config.max_num_rows * (1 + config.max_num_drafts), *config.graph_rows, 1)
+            self._choice = DeviceChoice(kernels, vocab_size, num_rows, most, config.device, self._writes)
+            if config.graph_rows:
+                fused = kernels if hasattr(kernels, "prepare_decode") else None
+                self._decode = DecodeBatches(
+                    self._state, self._tables, self._writes, config.graph_rows, config.max_model_len, fused
+                )
         self._prompt_scores = PromptScores(self._sampler, self._state)
-        self._is_random = np.zeros(config.max_num_rows, dtype=np.bool_)
-        self._graphs = GraphCache()
-        self._output_copy = OutputCopy()
+        self._graphs = GraphCache(self.platform.recorder)
+        self._in_flight: deque[Pending] = deque()
+        self._told: dict[int, StepOutput] = {}
+        """step_id -> output of a step in flight that had to be read early."""
+        self._finished = 0.0
+        """When the last step's output was read."""
         self._kv_arena = Arena("kv", config.device)
         self._caches: tuple[LayerCache, ...] = ()
 
@@ -112,6 +156,7 @@ class ModelRunner:
         speculator: Speculator | None = None,
         group: Collectives | None = None,
         mover: KvMover | None = None,
+        platform: Platform | None = None,
         **options: Any,
     ) -> ModelRunner:
         """A runner for a checkpoint folder, a .gguf file, or a whole RunnerConfig.
@@ -127,8 +172,8 @@ class ModelRunner:
             else:
                 options.setdefault("max_model_len", min(opened.config.max_position, 8192))
                 config = RunnerConfig(model_path=path, **options)
-            checkpoint = DummyCheckpoint(opened.config) if config.dummy_weights else opened
-            return cls(config, checkpoint, speculator, group, mover)
+            checkpoint = DummyCheckpoint(opened.config, device=config.device) if config.dummy_weights else opened
+            return cls(config, checkpoint, speculator, group, mover, platform)
         finally:
             opened.close()
 
@@ -148,7 +193,9 @@ class ModelRunner:
         return RankReport(
             rank=self.config.tp_rank,
             groups=self._assembly.groups,
-            free_bytes=max(0, available_bytes() - activation_bytes(self.config, self.model_config)),
+            free_bytes=self.platform.free_bytes(
+                self._largest_step, activation_bytes(self.config, self.model_config)
+            ),
             weight_bytes=self._assembly.store.total_bytes,
             vocab_size=self.model_config.vocab_size,
             device=self.config.device,
@@ -156,32 +203,60 @@ class ModelRunner:
         )
 
     def allocate(self, layout: KvLayout) -> None:
-        """Allocate the KV cache, in place of an earlier one. Rows must be free: their blocks would be lost."""
+        """Allocate the KV cache, in place of an earlier one, and record graphs over it. Rows must be free: their blocks
+        would be lost."""
         assert not self._state.generations.any(), "the cache is allocated while no row is taken"
+        self._graphs.clear()
         self._caches = ()
         self._kv_arena.release()
         self._caches = allocate_caches(self._assembly.groups, layout, self._assembly.backend.limits, self._kv_arena)
         if self._mover is not None:
             self._mover.bind([group.layers for group in self._assembly.groups], [tuple(c) for c in self._caches])
+        if self._decode is not None and self._graphs.records:
+            self._record(self._decode)
+
+    def execute(self, step: Step, masks: Sequence[Mask] = ()) -> StepOutput:
+        """One step, from launch to finish. masks: for every logits row of masked_rows."""
+        assert not self._in_flight, "steps are in flight"
+        self.launch(step, masks)
+        return self.finish()
 
     @torch.inference_mode()
-    def execute(self, step: Step, masks: Sequence[Mask] = ()) -> StepOutput:
-        """One step. Changes rows, tables and caches as the step says. masks: for every logits row of masked_rows."""
+    def launch(self, step: Step, masks: Sequence[Mask] = ()) -> None:
+        """Start a step. Changes rows, tables and caches as the step says; where the device runs behind, does not wait
+        for it."""
         started = time.perf_counter()
         assert self._caches, "allocate() comes before the first step"
         assert step.common.num_tokens == 0, "steps are not padded on this device"
+        assert not self._in_flight or self._drafting is None, "drafts of a step in flight are not made yet"
         if self._mover is not None:
             self._mover.before_step(step.step_id)
         self._change_rows(step)
         layout = self._builder.layout(step.work)
-        computed = _Computed(None, None, None)
+        pending = Pending(step, layout, self._state.generations[layout.rows].tolist(), None, None, None, started)
         if layout.num_rows:
-            key = GraphKey(layout.num_tokens, layout.num_rows, layout.max_query_len, self._class(layout, step))
-            computed = self._graphs.run(key, partial(self._compute, layout, masks))
-        output = self._output(step, layout, computed)
+            size = self._decode_size(layout)
+            if size is not None:
+                pending = self._launch_decode(pending, size, masks)
+            else:
+                self._writes.flush()
+                pending = self._compute(pending, masks)
+        else:
+            self._writes.flush()
+        self._in_flight.append(pending)
         if self._mover is not None:
             self._mover.after_step(step.step_id)
-        return output._replace(seconds=time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def finish(self) -> StepOutput:
+        """The output of the oldest step in flight, once it is there."""
+        pending = self._in_flight.popleft()
+        output = self._told.pop(pending.step.step_id, None)
+        if output is None:
+            output = self._output(pending)
+        now = time.perf_counter()
+        seconds, self._finished = now - max(pending.started, self._finished), now
+        return output._replace(seconds=seconds)
 
     def _change_rows(self, step: Step) -> None:
         """Removed, added, new blocks: in this order."""
@@ -197,38 +272,135 @@ class ModelRunner:
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
             self._sampler.add(new.row, new.params, prompt, output)
             self._prompt_scores.add(new.row, new.params)
-            self._is_random[new.row] = not new.params.greedy
+            if self._choice is not None:
+                self._choice.add(new.row, new.params)
         for blocks in step.new_blocks:
             self._tables.write(blocks.row, blocks.group, blocks.start, blocks.block_ids)
         if forgotten and self._drafting is not None:
             self._drafting.forget(forgotten)
 
-    def _compute(self, layout: BatchLayout, masks: Sequence[Mask]) -> _Computed:
-        """The device's work of a step, to the point where the rows are ready for the next one."""
-        state = self._state
-        batch = self._builder.build(layout)
-        rows_of_logits = self._builder.logits_rows(layout, batch.drafts)
-        carried = self._forward(batch.inputs, self._caches)
-        scores = self._prompt_scores.compute(layout, carried, self._assembly.model)
-        state.plan_ahead(layout.rows, layout.query_lens)
+    def _decode_size(self, layout: BatchLayout) -> int | None:
+        """The size of recorded batch that fits; None: the step runs eagerly."""
+        if self._decode is None or layout.num_single < layout.num_rows or self._prompt_scores.wanted:
+            return None
+        if len(layout.sampled) < layout.num_rows:  # a prompt whose last chunk but one has one token
+            return None
+        return self._decode.size_for(layout.num_rows)
 
+    def _launch_decode(self, pending: Pending, size: int, masks: Sequence[Mask]) -> Pending:
+        """A step of one token a row, from recordings as far as there are any."""
+        layout, decode = pending.layout, self._decode
+        assert decode is not None
+        assert self._choice is not None
+        decode.place(layout.rows, size)
+        self._writes.flush()
+        if self._mover is not None and len(self._graphs):
+            for layer_idx in range(self.model_config.num_layers):
+                self._mover.wait_layer(layer_idx)  # a recording does not stop between layers
+        batch, logits = self._graphs.run(GraphKey("logits", size), partial(self._decode_logits, size))
+        rows_of_logits = self._builder.logits_rows(layout, layout.draft_tokens)
+        self._state.plan_ahead(layout.rows, layout.query_lens)
+        if not masks and self._sampler.is_plain(rows_of_logits.rows):
+            ids, status = self._graphs.run(
+                GraphKey("sample", size), partial(self._decode_sample, batch, logits)
+            )
+            ids, status = ids[: layout.num_rows], status[: layout.num_rows]
+            return pending._replace(copy=OutputCopy(ids, status, torch.zeros_like(ids), ids))
+        self._settle()
+        sample = self._sampler.sample(logits[: layout.num_rows].float(), rows_of_logits, masks)
+        steps, sampled = layout.device_query_lens, layout.device_sampled
+        self._state.advance(layout.device_rows, steps, sampled, sample.ids)
+        copy = OutputCopy(sample.ids, sample.status, torch.zeros_like(sample.ids), sample.ids)
+        return pending._replace(copy=copy, logprobs=sample.logprobs)
+
+    def _decode_logits(self, size: int) -> tuple[DecodeStep, torch.Tensor]:
+        """The first part of a recorded step."""
+        assert self._decode is not None
+        batch = self._decode.build(size)
+        carried = self._forward(batch.inputs, self._caches)
+        return batch, self._assembly.model.finish(carried, batch.inputs.logits_idx)
+
+    def _decode_sample(self, batch: DecodeStep, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second part."""
+        assert self._decode is not None
+        assert self._choice is not None
+        ids, status = self._choice.sample(logits, batch.inputs.rows, batch.next_positions)
+        self._decode.advance(batch.inputs.rows, ids)
+        return ids, status
+
+    @torch.inference_mode()
+    def _record(self, decode: DecodeBatches) -> None:
+        """Record both parts for every size. The rows are spare ones, so nothing is changed."""
+        sizes = [size for size in sorted(decode.sizes, reverse=True) if size <= self.config.max_num_tokens]
+        for size in sizes:
+            decode.place(np.empty(0, np.int64), size)
+            self._writes.flush()
+            self._decode_sample(*self._decode_logits(size))  # what is loaded or allocated once is, before recording
+        with self.platform.recording():
+            for size in sizes:
+                self._graphs.record(GraphKey("logits", size), partial(self._decode_logits, size))
+                batch, logits = self._graphs.run(GraphKey("logits", size), partial(self._decode_logits, size))
+                self._graphs.record(GraphKey("sample", size), partial(self._decode_sample, batch, logits))
+
+    def _largest_step(self) -> None:
+        """Compute a prompt chunk of as many tokens as a step may have, and logits of as many rows."""
+        limits = self._assembly.backend.limits
+        num_tokens = min(limits.max_num_tokens, limits.max_model_len)
+        profile_prefill(self._assembly, num_tokens, self.config.device, num_runs=1)
+        hidden = torch.zeros(
+            min(limits.max_num_tokens, limits.max_num_rows * (1 + self.config.max_num_drafts)),
+            self.model_config.hidden_size,
+            dtype=limits.dtype,
+            device=self.config.device,
+        )
+        with torch.inference_mode():
+            self._assembly.model.finish(Carried(hidden), torch.arange(len(hidden), device=hidden.device)).float()
+
+    def _settle(self) -> None:
+        """Read the results of all steps in flight: the host must know what rows have emitted."""
+        for pending in self._in_flight:
+            if pending.step.step_id not in self._told:
+                self._told[pending.step.step_id] = self._output(pending)
+
+    def _compute(self, pending: Pending, masks: Sequence[Mask]) -> Pending:
+        """The device's work of a step, to the point where the rows are ready for the next one."""
+        state, layout = self._state, pending.layout
+        batch = self._builder.build(layout)
+        inputs = batch.inputs
+        carried = self._forward(inputs, self._caches)
+        pending = pending._replace(
+            prompt_logprobs=self._prompt_scores.compute(layout, carried, self._assembly.model)
+        )
         if not len(layout.sampled):
+            state.plan_ahead(layout.rows, layout.query_lens)
             no_ids = layout.draft_tokens.new_empty(0, dtype=torch.int32)
             state.advance(layout.device_rows, layout.device_query_lens, layout.device_sampled, no_ids)
-            return _Computed(None, None, scores)
+            return pending
 
-        logits = self._assembly.model.finish(carried, batch.inputs.logits_idx)
-        sample = self._sampler.sample(logits, rows_of_logits, masks)
+        logits = self._assembly.model.finish(carried, inputs.logits_idx)
+        ids, status, logprobs = self._sample(logits, layout, batch, masks)
+        state.plan_ahead(layout.rows, layout.query_lens)
         if self._drafting is not None and layout.max_verify_len:
-            num_accepted, next_ids = self._drafting.verify(sample.ids, batch.drafts, layout)
+            num_accepted, next_ids = self._drafting.verify(ids, batch.drafts, layout)
             steps = layout.device_query_lens - layout.device_verify_lens
             steps[layout.device_sampled] += num_accepted
         else:
-            num_accepted, next_ids = torch.zeros_like(sample.ids), sample.ids
+            num_accepted, next_ids = torch.zeros_like(ids), ids
             steps = layout.device_query_lens
-        self._output_copy.start(sample.ids, num_accepted, next_ids)
         state.advance(layout.device_rows, steps, layout.device_sampled, next_ids)
-        return _Computed(sample, self._output_copy.wait(), scores)
+        return pending._replace(copy=OutputCopy(ids, status, num_accepted, next_ids), logprobs=logprobs)
+
+    def _sample(
+        self, logits: torch.Tensor, layout: BatchLayout, batch: StepBatch, masks: Sequence[Mask]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[TokenLogprobs | None] | None]:
+        """(ids [L], status [L], log-probabilities). Comes before plan_ahead: the rows' positions are those before it."""
+        rows = layout.rows[layout.logits_owner].astype(np.int32)
+        if self._choice is not None and not masks and self._sampler.is_plain(rows):
+            positions = batch.inputs.positions.index_select(0, layout.logits_idx) + 1
+            return (*self._choice.sample(logits, layout.logits_rows, positions), None)
+        self._settle()
+        sample = self._sampler.sample(logits.float(), self._builder.logits_rows(layout, batch.drafts), masks)
+        return sample.ids, sample.status, sample.logprobs
 
     def _forward(self, batch: InputBatch, caches: Sequence[LayerCache]) -> Carried:
         """All layers over the batch; writes its keys and values into the caches."""
@@ -237,58 +409,90 @@ class ModelRunner:
         inputs = ModelInput(batch.token_ids, batch.positions, plans, tuple(caches))
         return assembly.stack.run(assembly.model.embed(inputs), inputs)
 
-    def _output(self, step: Step, layout: BatchLayout, computed: _Computed) -> StepOutput:
+    def _output(self, pending: Pending) -> StepOutput:
         """Tell sampler, state and drafter what was emitted, and write it down for the scheduler."""
+        step, layout = pending.step, pending.layout
         num_tokens = np.zeros(layout.num_rows, dtype=np.int64)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] | None = None
         failed: dict[int, int] = {}
-        if computed.sample is not None and computed.host is not None:
-            sample, host = computed.sample, computed.host
-            failed = _failures(sample, host, layout)
+        if pending.copy is not None:
+            host = pending.copy.wait()
+            failed = _failures(host, layout)
             lives = np.array([i not in failed for i in range(len(layout.sampled))]) if failed else True
             num_tokens[layout.sampled] = np.where(lives, host.num_accepted + 1, 0)
             emitted = layout.draft_idx < num_tokens[layout.logits_owner]  # [L]
             chosen = host.ids
             chosen[layout.sampled_start[:-1] + host.num_accepted] = host.next_ids
             token_ids = chosen[emitted].tolist()
-            if sample.logprobs is not None:
-                logprobs = [sample.logprobs[i] for i in np.flatnonzero(emitted)]
+            if pending.logprobs is not None:
+                logprobs = [pending.logprobs[i] for i in np.flatnonzero(emitted)]
             sampled_rows = layout.rows[layout.sampled]
             if layout.max_verify_len:
                 self._state.commit(sampled_rows, layout.verify_lens[layout.sampled] - host.num_accepted)
-            self._sampler.advance(sampled_rows.tolist(), num_tokens[layout.sampled].tolist(), token_ids)
+            self._tell(pending, num_tokens, token_ids)
         counts = num_tokens.tolist()
         num_drafts = None
         if self._drafting is not None and layout.num_rows:
             num_drafts = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
         by_row = [(int(layout.rows[layout.sampled[i]]), status) for i, status in sorted(failed.items())]
-        return StepOutput(
+        output = StepOutput(
             step_id=step.step_id,
             rows=layout.work.rows,
-            generations=tuple(self._state.generations[layout.rows].tolist()),
+            generations=tuple(pending.generations),
             num_tokens=counts,
             token_ids=token_ids,
             num_drafts=num_drafts,
             logprobs=logprobs,
-            prompt_logprobs=computed.prompt_logprobs,
+            prompt_logprobs=pending.prompt_logprobs,
             failed=tuple((row, REASONS[status]) for row, status in by_row),
             forbidden=tuple(row for row, status in by_row if status == NONE_ALLOWED),
         )
+        return output if layout.order is None else _in_order_of_work(output, layout.order)
 
-    def _class(self, layout: BatchLayout, step: Step) -> SamplingClass:
-        if not len(layout.sampled):
-            return "none"
-        if step.masked_rows:
-            return "masked"
-        return "random" if self._is_random[layout.rows[layout.sampled]].any() else "greedy"
+    def _tell(self, pending: Pending, num_tokens: npt.NDArray[np.int64], token_ids: list[int]) -> None:
+        """Let the sampler know what rows emitted, as far as they still have the owner that they had."""
+        if not self._sampler.listens:
+            return
+        layout = pending.layout
+        rows, counts = layout.rows[layout.sampled], num_tokens[layout.sampled]
+        owned = self._state.generations[rows] == np.asarray(pending.generations)[layout.sampled]
+        if not owned.all():
+            kept = np.repeat(owned, counts)
+            token_ids = [token for token, keep in zip(token_ids, kept) if keep]
+            rows, counts = rows[owned], counts[owned]
+        self._sampler.advance(rows.tolist(), counts.tolist(), token_ids)
 
 
-def _failures(sample: SampleResult, host: HostResult, layout: BatchLayout) -> dict[int, int]:
+def _failures(host: HostResult, layout: BatchLayout) -> dict[int, int]:
     """Sampling rows (by index) whose result is unusable -> status. What follows a rejected draft does not count."""
     failed: dict[int, int] = {}
-    for logits_row, status in sample.statuses:
+    if not host.statuses.any():
+        return failed
+    for logits_row in np.flatnonzero(host.statuses != OK).tolist():
         place = int(np.searchsorted(layout.sampled_start, logits_row, side="right")) - 1
         if layout.draft_idx[logits_row] <= host.num_accepted[place]:
-            failed.setdefault(place, status)
+            failed.setdefault(place, int(host.statuses[logits_row]))
     return failed
+
+
+def _in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
+    """The output with its rows where the scheduler had them. order: place in Work of each row of the output."""
+    back = np.argsort(order).tolist()
+    ends = np.cumsum(output.num_tokens).tolist()
+    spans = [(ends[i] - output.num_tokens[i], ends[i]) for i in back]
+
+    def moved(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in back]
+
+    def joined(values: Sequence[Any]) -> list[Any]:
+        return [value for start, end in spans for value in values[start:end]]
+
+    return output._replace(
+        rows=tuple(moved(output.rows)),
+        generations=tuple(moved(output.generations)),
+        num_tokens=moved(output.num_tokens),
+        token_ids=joined(output.token_ids),
+        num_drafts=None if output.num_drafts is None else moved(output.num_drafts),
+        logprobs=None if output.logprobs is None else joined(output.logprobs),
+    )

@@ -18,21 +18,34 @@ import numpy.typing as npt
 import torch
 
 from lamella.runner_v2.step import NewRow
+from lamella.runner_v2.writes import DirectWrites, Writes
 
 NO_DRAFT = -1
 Ints = npt.NDArray[np.integer[Any]]
 
 
 class SequenceState:
-    """Rows [0, max_num_rows)."""
+    """Rows [0, max_num_rows), and on the device a spare one behind them, which pads batches: it never gets an owner,
+    its length stays 0, and whatever is written to its ids is of no meaning."""
 
-    def __init__(self, max_num_rows: int, max_len: int, max_num_drafts: int, device: str, keep_host_ids: bool) -> None:
-        """keep_host_ids: keep every row's ids as a list too, for drafters that read them."""
+    def __init__(
+        self,
+        max_num_rows: int,
+        max_len: int,
+        max_num_drafts: int,
+        device: str,
+        keep_host_ids: bool,
+        writes: Writes | None = None,
+    ) -> None:
+        """keep_host_ids: keep every row's ids as a list too, for drafters that read them. writes: how changes reach the
+        device; None: directly, in the host's memory."""
         self.max_num_drafts = max_num_drafts
         self.width = max_len + max_num_drafts + 1
         """Of a row of all_token_ids."""
-        self.all_token_ids = torch.full((max_num_rows, self.width), NO_DRAFT, dtype=torch.int32, device=device)
-        self.computed_len = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        self.spare_row = max_num_rows
+        self.all_token_ids = torch.full((max_num_rows + 1, self.width), NO_DRAFT, dtype=torch.int32, device=device)
+        self.computed_len = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
+        self._writes = DirectWrites() if writes is None else writes
         self.planned_len = np.zeros(max_num_rows, dtype=np.int32)
         self.known_len = np.zeros(max_num_rows, dtype=np.int32)
         """Ids given when the row got its owner: up to there a step computes a chunk of the prompt."""
@@ -49,9 +62,10 @@ class SequenceState:
         assert new.generation > 0, "generations start at 1"
         assert new.computed_len < num_ids < self.width, f"row {row}: {new.computed_len} of {num_ids} ids computed"
         self.generations[row] = new.generation
-        self.all_token_ids[row, :num_ids] = torch.tensor(new.token_ids, dtype=torch.int32)
-        self.all_token_ids[row, num_ids:] = NO_DRAFT
-        self.computed_len[row] = new.computed_len
+        if self.max_num_drafts:  # else nothing is read behind the last id
+            self.all_token_ids[row].fill_(NO_DRAFT)
+        self._writes.put(self.all_token_ids, row * self.width, new.token_ids)
+        self._writes.put(self.computed_len, row, [new.computed_len])
         self.planned_len[row] = new.computed_len
         self.known_len[row] = num_ids
         self.prompt_len[row] = new.prompt_len

@@ -63,15 +63,20 @@ class Worker:
 
     def step(self, step: Step) -> StepOutput:
         """Run a step to its end. UnsupportedError if it has masked rows whose masks were not provided."""
-        masks = self._masks.pop(step.step_id, ())
-        missing = set(step.masked_rows) - {mask.row for mask in masks}
-        if missing:
-            raise UnsupportedError(f"step {step.step_id} needs masks for rows {sorted(missing)} before it starts")
-        output = self.runner.execute(step, masks)
-        self._totals["steps"] += 1
-        self._totals["emitted"] += len(output.token_ids)
-        self._totals["seconds"] += output.seconds
-        return output
+        return self._count(self.runner.execute(step, self._take_masks(step)))
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether steps can be launched while others run."""
+        return self.runner.platform.runs_behind
+
+    def launch(self, step: Step) -> None:
+        """Start a step; several may be in flight. UnsupportedError as in step()."""
+        self.runner.launch(step, self._take_masks(step))
+
+    def finish(self) -> StepOutput:
+        """Wait for the oldest step in flight."""
+        return self._count(self.runner.finish())
 
     def provide(self, step_id: int, masks: Sequence[Mask]) -> None:
         """Masks of the logits rows of a step that is yet to come; several calls add up."""
@@ -98,6 +103,19 @@ class Worker:
         self._masks.clear()
         if self._mover is not None:
             self._mover.close()
+
+    def _take_masks(self, step: Step) -> tuple[Mask, ...]:
+        masks = self._masks.pop(step.step_id, ())
+        missing = set(step.masked_rows) - {mask.row for mask in masks}
+        if missing:
+            raise UnsupportedError(f"step {step.step_id} needs masks for rows {sorted(missing)} before it starts")
+        return masks
+
+    def _count(self, output: StepOutput) -> StepOutput:
+        self._totals["steps"] += 1
+        self._totals["emitted"] += len(output.token_ids)
+        self._totals["seconds"] += output.seconds
+        return output
 
     def _stats(self) -> dict[str, Any]:
         weights = self.runner.assembly.store

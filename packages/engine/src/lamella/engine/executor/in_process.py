@@ -2,6 +2,8 @@
 
     depth 1, no thread    submit runs the step; poll hands its output out
     thread                submit queues the step; a thread runs one after the other; poll waits
+    a device behind       submit launches the step; poll waits for the oldest. What the worker does between launch and
+                          finish is the device's business, so no thread is needed
 
 A step with masked rows starts once provide() has brought the masks of all of them.
 """
@@ -25,9 +27,14 @@ log = logging.getLogger("lamella.executor")
 class Worker(Protocol):
     """One rank. Every method is called by one thread at a time."""
 
+    runs_behind: bool
+    """launch() and finish() serve; known once it is open."""
+
     def open(self) -> RankReport: ...
     def allocate(self, layout: KvLayout) -> None: ...
     def step(self, step: Step) -> StepOutput: ...
+    def launch(self, step: Step) -> None: ...
+    def finish(self) -> StepOutput: ...
     def provide(self, step_id: int, masks: Sequence[Mask]) -> None: ...
     def call(self, op: str, **arguments: Any) -> Any: ...
     def close(self) -> None: ...
@@ -61,12 +68,17 @@ class InProcess:
         self._outputs: deque[StepOutput] = deque()
         self._tickets: list[TierEvent] = []
         self._num_in_flight = 0
+        self._num_launched = 0
+        """Of those in flight: launched by a worker that runs behind, and not finished."""
+        self._runs_behind = False
         self._died: RankDied | None = None
         self._thread = StepThread(worker.step) if threaded else None
 
     def open(self) -> tuple[RankReport, ...]:
         """Load the model; errors of the worker are raised as they are."""
-        return (self._worker.open(),)
+        report = self._worker.open()
+        self._runs_behind = self._thread is None and self._worker.runs_behind
+        return (report,)
 
     def allocate(self, layout: KvLayout) -> None:
         """Allocate the KV cache."""
@@ -108,6 +120,8 @@ class InProcess:
             ended = self._thread.take(timeout_s)
             self._died = self._thread.died or self._died
             self._outputs += ended
+        elif self._num_launched and not self._died:
+            self._finish_oldest()
         outputs = tuple(self._outputs if self._thread is not None else list(self._outputs)[:1])
         for _ in outputs:
             self._outputs.popleft()
@@ -128,6 +142,14 @@ class InProcess:
             self._mover.close()
         self._worker.close()
 
+    def _finish_oldest(self) -> None:
+        """Wait for the device."""
+        try:
+            self._outputs.append(self._worker.finish())
+            self._num_launched -= 1
+        except Exception as error:  # noqa: BLE001 - whatever it was, no step can follow
+            self._died = death(error)
+
     def _start_ready(self) -> None:
         """Start pending steps in order, up to the first that still waits for masks."""
         while self._pending and not self._died:
@@ -140,7 +162,11 @@ class InProcess:
                 self._thread.put(step)
                 continue
             try:
-                self._outputs.append(self._worker.step(step))
+                if self._runs_behind:
+                    self._worker.launch(step)
+                    self._num_launched += 1
+                else:
+                    self._outputs.append(self._worker.step(step))
             except Exception as error:  # noqa: BLE001 - whatever it was, no step can follow
                 self._died = death(error)
 

@@ -68,6 +68,22 @@ class Sampler:
             transform.remove(row)
         self._num_logprobs[row] = NONE
 
+    @property
+    def listens(self) -> bool:
+        """Whether any row's logits depend on what it emits."""
+        return any(t.num_active for t in self._transforms)
+
+    def is_plain(self, rows: npt.NDArray[np.int32]) -> bool:  # [L] device row of each logits row
+        """Whether these rows' logits are sampled as they are, and nothing is told of them but the id."""
+        if (self._num_logprobs[rows] != NONE).any():
+            return False
+        active = [t for t in self._transforms if t.num_active]
+        if not active:
+            return True
+        zeros = np.zeros(len(rows), np.int32)
+        layout = LogitsRows(rows, zeros, zeros, zeros, zeros[:0])
+        return not any(t.touches(layout).any() for t in active)
+
     def sample(self, logits: torch.Tensor, layout: LogitsRows, masks: Sequence[Mask] = ()) -> SampleResult:
         """Choose a token for each of the L rows of logits [L, V] float32, which may be changed in place.
 
