@@ -7,6 +7,7 @@ namespace lamella::bind {
 
 void bind_activation(pybind11::module_& m);
 void bind_attention(pybind11::module_& m);
+void bind_batch(pybind11::module_& m);
 void bind_cache(pybind11::module_& m);
 void bind_copy(pybind11::module_& m);
 void bind_gemm(pybind11::module_& m);
@@ -18,6 +19,7 @@ void bind_sampling(pybind11::module_& m);
 inline void bind_families(pybind11::module_& m) {
   bind_activation(m);
   bind_attention(m);
+  bind_batch(m);
   bind_cache(m);
   bind_copy(m);
   bind_gemm(m);

@@ -21,6 +21,7 @@ from lamella.kernels_cuda.attention import (
     paged_decode,
     paged_decode_workspace_size,
 )
+from lamella.kernels_cuda.batch import advance_decode, prepare_decode
 from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
@@ -38,6 +39,7 @@ from lamella.kernels_cuda.sampling import (
 )
 
 __all__ = [
+    "advance_decode",
     "apply_bitmask",
     "apply_penalties",
     "available",
@@ -64,6 +66,7 @@ __all__ = [
     "paged_decode",
     "paged_decode_workspace_size",
     "paged_prefill",
+    "prepare_decode",
     "quant_fp8_per_group",
     "quant_fp8_per_token",
     "rms_norm",
