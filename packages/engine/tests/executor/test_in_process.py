@@ -46,6 +46,33 @@ def test_steps_end_in_order(threaded: bool) -> None:
     executor.close()
 
 
+def test_a_worker_that_runs_behind_is_asked_when_someone_waits() -> None:
+    worker = FakeRunner()
+    worker.runs_behind = True
+    executor = opened(worker, depth=2)
+    executor.submit(first_step())
+    executor.submit(Step(1, work=DECODE))
+    assert worker.num_steps == 2, "both were launched, and nobody has waited"
+    (first,) = executor.poll(None).outputs
+    executor.submit(Step(2))
+    rest = [*executor.poll(None).outputs, *executor.poll(None).outputs]
+    assert [first.step_id, *(output.step_id for output in rest)] == [0, 1, 2]
+    assert executor.poll(0.0).outputs == ()
+    tokens = [*first.token_ids, *(token for output in rest for token in output.token_ids)]
+    assert tokens == FakeModel().generate(PROMPT, GREEDY, 3)
+
+
+def test_a_worker_that_fails_behind_has_died() -> None:
+    worker = FakeRunner()
+    worker.runs_behind = True
+    executor = opened(worker, depth=2)
+    executor.submit(first_step())
+    worker._launched.clear()
+    died = executor.poll(None).died
+    assert died is not None
+    assert "IndexError" in died.reason
+
+
 def test_no_more_than_depth_are_in_flight() -> None:
     executor = opened(depth=1)
     executor.submit(first_step())

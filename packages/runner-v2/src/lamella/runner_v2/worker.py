@@ -10,6 +10,7 @@ from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.errors import ConfigError, UnsupportedError
 from lamella.runner_v2.memory import allocating
 from lamella.runner_v2.parallel.collectives import Collectives
+from lamella.runner_v2.platforms import Platform
 from lamella.runner_v2.profiling import profile_prefill
 from lamella.runner_v2.protocols import KvMover, Speculator
 from lamella.runner_v2.runner import ModelRunner
@@ -29,8 +30,11 @@ class Worker:
         speculator: Speculator | None = None,
         group: Collectives | None = None,
         mover: KvMover | None = None,
+        platform: Platform | None = None,
     ) -> None:
+        """platform: None: that of config.device."""
         self.config = config
+        self._platform = platform
         self._speculator = speculator
         self._group = group
         self._mover = mover
@@ -53,7 +57,11 @@ class Worker:
         """Load the model. RunnerError if it cannot be run."""
         with allocating(f"loading {self.config.model_path}"):
             self._runner = ModelRunner.load(
-                self.config, speculator=self._speculator, group=self._group, mover=self._mover
+                self.config,
+                speculator=self._speculator,
+                group=self._group,
+                mover=self._mover,
+                platform=self._platform,
             )
         return self._runner.report()
 

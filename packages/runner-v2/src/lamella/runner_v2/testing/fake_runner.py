@@ -187,6 +187,9 @@ class FakeRunner:
         self.free_bytes = free_bytes
         self.rows: dict[int, _Row] = {}
         self.num_steps = 0
+        self.runs_behind = False
+        """Set: the owner launches and finishes steps. What a launch computes is kept until it is asked for."""
+        self._launched: list[StepOutput] = []
         self._row_format = row_format
         self._memory: list[bytearray] = []
         self._masks: dict[int, tuple[Mask, ...]] = {}
@@ -212,6 +215,15 @@ class FakeRunner:
         """Create the blocks, full of poison."""
         assert len(layout.num_blocks) == len(self.model.windows)
         self._memory = [bytearray(POISON * (n * self.block_size * ENTRY_BYTES)) for n in layout.num_blocks]
+
+    def launch(self, step: Step) -> None:
+        """Compute a step now, tell of it in finish()."""
+        assert self.runs_behind
+        self._launched.append(self.step(step))
+
+    def finish(self) -> StepOutput:
+        """The output of the oldest step launched."""
+        return self._launched.pop(0)
 
     def provide(self, step_id: int, masks: Sequence[Mask]) -> None:
         """Masks of a step that is yet to come; several calls add up."""
