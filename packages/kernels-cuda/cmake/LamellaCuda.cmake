@@ -1,10 +1,8 @@
 # How the CUDA library is built: one shared library with a C interface, without torch or Python in it, and with the CUDA
 # runtime linked in, so that it loads on a machine without a driver.
 #
-#   LAMELLA_CUDA_ARCHS   list of 80, 90a, 100a; default all three
+#   LAMELLA_CUDA_ARCHS   list of 80, 90a, 100a
 #   CMAKE_CUDA_COMPILER  default: the nvcc of the package nvidia-cuda-nvcc in the build environment, else the one on PATH
-set(LAMELLA_CUDA_ARCHS "80;90a;100a" CACHE STRING "architectures to build for")
-
 if(NOT CMAKE_CUDA_COMPILER)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
