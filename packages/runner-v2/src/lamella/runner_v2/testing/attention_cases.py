@@ -7,7 +7,7 @@ before the step lie in the cache already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,11 +29,12 @@ class AttentionCase(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     block_size: int = 16
+    num_single: int = 0
 
-    def limits(self, kv_dtype: torch.dtype) -> AttentionLimits:
+    def limits(self, kv_dtype: torch.dtype, dtype: torch.dtype = torch.float32, device: str = "cpu") -> AttentionLimits:
         return AttentionLimits(
-            device="cpu",
-            dtype=torch.float32,
+            device=device,
+            dtype=dtype,
             kv_dtype=kv_dtype,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -76,17 +77,32 @@ ATTENTION_CASES = (
     AttentionCase("long", ((1500, 3), (700, 130))),
 )
 
+KERNEL_CASES = (
+    *(case if case.head_dim >= 64 else case._replace(head_dim=64) for case in ATTENTION_CASES),
+    *(AttentionCase(f"heads of {dim}", ((70, 30), (22, 1)), head_dim=dim) for dim in (96, 192, 256)),
+    AttentionCase("blocks of 64", ((200, 20), (130, 1)), head_dim=64, block_size=64),
+    AttentionCase("single rows first", ((33, 1), (80, 1), (75, 20), (16, 16), (200, 3)), head_dim=64, num_single=2),
+    AttentionCase("windowed singles", ((33, 1), (80, 1), (75, 20)), head_dim=64, num_single=2, window=16),
+    AttentionCase("all single", ((33, 1), (80, 1)), head_dim=128, num_single=2),
+)
+"""The cases with head dimensions that kernels of devices serve, and some of their own."""
 
-def make_data(case: AttentionCase, kv_dtype: torch.dtype, seed: int = 0) -> AttentionData:
-    """Random tensors. Blocks are scattered; the cache is NaN wherever no row has a token, in block 0 too."""
+
+def make_data(
+    case: AttentionCase, kv_dtype: torch.dtype, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> AttentionData:
+    """Random tensors. Blocks are scattered; the cache is NaN wherever no row has a token, in block 0 too.
+
+    dtype: of q, k and v; out and lse are float32 on the CPU, whatever it is.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = sum(-(-seq_len // case.block_size) for seq_len, _ in case.rows) + 3
     shape = (num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
-    cache = LayerCache(poison(torch.zeros(shape, dtype=kv_dtype)), poison(torch.zeros(shape, dtype=kv_dtype)))
+    cache = LayerCache(*(torch.full(shape, torch.nan).to(kv_dtype) for _ in range(2)))
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     queries, new_keys, new_values, outs, sums, tables = [], [], [], [], [], []
     for seq_len, query_len in case.rows:
-        q = torch.randn(query_len, case.num_heads, case.head_dim, generator=generator)
+        q = torch.randn(query_len, case.num_heads, case.head_dim, generator=generator).to(dtype).float()
         k, v = (
             # what the cache can hold, so that the oracle works on the same numbers
             torch.randn(seq_len, case.num_kv_heads, case.head_dim, generator=generator).to(kv_dtype).float()
@@ -103,8 +119,10 @@ def make_data(case: AttentionCase, kv_dtype: torch.dtype, seed: int = 0) -> Atte
         outs.append(out)
         sums.append(lse)
         tables.append(table)
-    batch = make_batch(case.rows, tables, case.block_size, case.window)
-    return AttentionData(batch, cache, *(torch.cat(t) for t in (queries, new_keys, new_values, outs, sums)))
+    batch = make_batch(case.rows, tables, case.block_size, case.window)._replace(num_single=case.num_single)
+    q, k, v = (torch.cat(t).to(device, dtype) for t in (queries, new_keys, new_values))
+    cache = LayerCache(*(pool.to(device) for pool in cache))
+    return AttentionData(on_device(batch, device), cache, q, k, v, torch.cat(outs), torch.cat(sums))
 
 
 def make_batch(
@@ -137,6 +155,17 @@ def make_batch(
     )
 
 
+def on_device(batch: InputBatch, device: str) -> InputBatch:
+    """The batch with all its tensors there."""
+
+    def moved(field: Any) -> Any:
+        if isinstance(field, tuple):
+            return tuple(tensor.to(device) for tensor in field)
+        return field.to(device) if isinstance(field, torch.Tensor) else field
+
+    return InputBatch(*map(moved, batch))
+
+
 def dense_attention(
     q: torch.Tensor,  # [query_len, num_heads, head_dim] the last query_len positions
     k: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
@@ -162,7 +191,7 @@ def dense_attention(
 def run_case(backend: AttentionBackend, data: AttentionData, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Plan, write and run with a bound backend -> output and log-sum-exp. fused: keys and values go to run()."""
     plan = backend.plan(data.batch, 0)
-    out, lse = poison(torch.zeros_like(data.out)), poison(torch.zeros_like(data.lse))
+    out, lse = poison(torch.zeros_like(data.q)), poison(torch.zeros_like(data.lse, device=data.q.device))
     if fused:
         backend.run(data.q, data.k, data.v, data.cache, plan, out, lse)
     else:

@@ -10,7 +10,6 @@ a wrong type, stride or workspace is a ValueError that names the argument. What 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,19 +125,24 @@ def gated_activation(
     x: torch.Tensor,  # [.., 2 * width]
     kind: str,
     *,
+    tile: int = 0,
     out: torch.Tensor | None = None,  # [.., width]
 ) -> torch.Tensor:
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     check(rows, "x", REAL, (-1, -1), aligned=True)
     require(rows.shape[1] % 2 == 0, "x", "has an odd width")
     require(rows.shape[1] // 2 * x.element_size() % 16 == 0, "x", "halves are no multiple of 16 bytes")
+    require(tile in (0, _TILE), "tile", f"is {tile}, needed 0 or {_TILE}")
     gate, up = x.float().chunk(2, dim=-1)
+    if tile:
+        require(rows.shape[1] % (2 * tile) == 0, "x", "rows are no whole tiles")
+        gate, up = (part.flatten(-2) for part in x.float().view(*x.shape[:-1], -1, 2, tile).unbind(-2))
     result = (_activate(gate, kind).to(x.dtype).float() * up).to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
-def silu_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    return gated_activation(x, "silu", out=out)
+def silu_mul(x: torch.Tensor, *, tile: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    return gated_activation(x, "silu", tile=tile, out=out)
 
 
 def linear(
@@ -205,7 +209,7 @@ def linear_workspace(num_tokens: int, device: torch.device | str | int = "cpu") 
 
 def pack_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     require(gate.shape == up.shape and gate.shape[0] % _TILE == 0, "gate", "and up: equal rows by 64 are needed")
-    pairs = zip(gate.split(_TILE), up.split(_TILE), strict=True)
+    pairs = zip(torch.split(gate, _TILE), torch.split(up, _TILE), strict=True)
     return torch.cat([tile for pair in pairs for tile in pair])
 
 
@@ -433,8 +437,7 @@ def _activate(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _gemm_bytes(num_tokens: int) -> int:
     """Steps of powers of two from 8 to 256 rows, as the kernels' tiles."""
-    rows = min(256, max(8, 2 ** math.ceil(math.log2(max(num_tokens, 1)))))
-    return 64 * rows
+    return 64 * min(256, max(8, 1 << (num_tokens - 1).bit_length()))
 
 
 def _check_workspace(workspace: torch.Tensor, needed: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,7 @@ def sample(
     is_padding = torch.zeros(num, dtype=torch.bool) if rows is None else (rows < 0).cpu()
     index = np.arange(num) if rows is None else rows.clamp(min=0).cpu().numpy().astype(np.int64)
 
-    def column(vector: torch.Tensor | None, off: float, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+    def column(vector: torch.Tensor | None, off: float, dtype: type[np.generic]) -> npt.NDArray[Any]:
         return np.full(num, off, dtype) if vector is None else vector.cpu().numpy()[index].astype(dtype)
 
     warmth = column(temperature, 0.0, np.float32)

@@ -25,7 +25,7 @@ from lamella.runner_v2.ops.linear import LINEAR
 from lamella.runner_v2.ops.logits import LOGITS
 from lamella.runner_v2.ops.moe import MOE_EXPERTS, MOE_ROUTE
 from lamella.runner_v2.ops.norm import ADD_RMS_NORM, RMS_NORM
-from lamella.runner_v2.ops.rotary import ROPE
+from lamella.runner_v2.ops.rotary import ROPE, RopeTable
 from lamella.runner_v2.ops.spec import Picked, Site
 from lamella.runner_v2.quant.gguf_blocks import random_blocks
 from lamella.runner_v2.quant.scheme import FORMATS
@@ -80,6 +80,7 @@ def op_cases() -> list[OpCase]:
         *_activation_cases(),
         *_embed_cases(),
         *_logits_cases(),
+        _wide_logits_case(),
         *_moe_cases(),
         *_layer_cases(),
     ]
@@ -113,6 +114,54 @@ def run_op(picked: Picked, case: OpCase, attention: AttentionBackend | None = No
     if result is None:
         return changed
     return [*changed, *(result if isinstance(result, tuple) else [result])]
+
+
+_ACTIVATIONS = {"add_rms_norm": 2, "rope": 2, "embed": 0}
+"""So many of the first arguments are activations; of other ops one."""
+
+
+def rounded(case: OpCase, dtype: torch.dtype) -> OpCase:
+    """The case with activations that a 16-bit type can hold, still in float32."""
+    num = _ACTIVATIONS.get(case.site.op, 1)
+
+    def args() -> tuple[Any, ...]:
+        given = case.args()
+        for tensor in given[:num]:
+            tensor.copy_(tensor.to(dtype))
+        return given
+
+    return case._replace(args=args)
+
+
+def placed(case: OpCase, dtype: torch.dtype, device: str) -> OpCase:
+    """The case with activations of this type and everything on this device; strides and other types stay."""
+    num = _ACTIVATIONS.get(case.site.op, 1)
+    parts = tuple(part._replace(data=part.data.to(device)) for part in case.parts)
+
+    def args() -> tuple[Any, ...]:
+        return tuple(_placed(arg, dtype if i < num else None, device) for i, arg in enumerate(case.args()))
+
+    return case._replace(site=replace(case.site, dtype=dtype, device=device), args=args, parts=parts)
+
+
+def _placed(arg: Any, dtype: torch.dtype | None, device: str) -> Any:
+    if isinstance(arg, RopeTable):
+        return RopeTable(*(tensor.to(device) for tensor in arg))
+    dtype = arg.dtype if dtype is None else dtype
+    if arg.is_contiguous():
+        return arg.to(device, dtype)
+    memory = torch.zeros(arg.untyped_storage().nbytes() // arg.element_size(), dtype=dtype, device=device)
+    return memory.as_strided(arg.shape, arg.stride(), arg.storage_offset()).copy_(arg)
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """RMS of the difference over RMS of the reference; NaN asserts."""
+    if reference.numel() == 0:
+        return 0.0
+    ours, reference = ours.double().cpu(), reference.double().cpu()
+    difference = (ours - reference).pow(2).mean().sqrt()
+    assert not difference.isnan(), "NaN: memory was read that nobody had written"
+    return float(difference / reference.pow(2).mean().sqrt())
 
 
 def raw_part(key: str, shape: tuple[int, ...], format: str = "float32", std: float | None = None) -> RawPart:
@@ -259,6 +308,19 @@ def _logits_cases() -> Iterator[OpCase]:
                 (norm, head),
                 tolerance=_tolerance(format),
             )
+
+
+def _wide_logits_case() -> OpCase:
+    """A vocabulary of whole vectors, as models have."""
+    norm, head = raw_part("final_norm", (256,), std=1.0), raw_part("lm_head", (192, 256), "bfloat16")
+    params = {"hidden": 256, "vocab": 192, "eps": 1e-6, "plus_one": False, "softcap": None, "tied": False}
+    return OpCase(
+        "logits of whole vectors",
+        _site("logits", params, [head]),
+        lambda: (_randn(4, 256, scale=2.0),),
+        (norm, head),
+        tolerance=_tolerance("bfloat16"),
+    )
 
 
 def _moe_cases() -> Iterator[OpCase]:

@@ -248,9 +248,8 @@ def _finish(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _
     kernels = handle.kernels
     delta = product(kernels, attended, handle.o)
     x = kernels.rms_norm(delta, handle.mlp_norm, handle.eps, residual=hidden)
-    # rows of gate and up alternate in tiles, so each tile is a row of its own to the activation
-    tiles = F.linear(x, mlp.gate_up.weight).view(-1, 2 * _TILE)
-    inner = kernels.gated_activation(tiles, handle.activation).view(hidden.shape[0], -1)
+    gate_up = F.linear(x, mlp.gate_up.weight)
+    inner = kernels.gated_activation(gate_up, handle.activation, tile=_TILE)
     return _close(hidden, product(kernels, inner, mlp.down), handle)
 
 

@@ -77,10 +77,7 @@ def token_counts(max_num_tokens: int) -> list[int]:
 
 def dense(part: RawPart, dtype: torch.dtype) -> torch.Tensor:
     """A part's weights in the activations' type, where its data lies."""
-    if not part.format.quantised:
-        return part.data.to(dtype)
-    # blocks are taken apart on the host
-    return dequantise(part.data.cpu(), part.format).to(dtype).to(part.data.device)
+    return dequantise(part.data, part.format).to(dtype) if part.format.quantised else part.data.to(dtype)
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

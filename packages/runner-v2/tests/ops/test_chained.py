@@ -1,0 +1,158 @@
+"""Layers that norm for their successor: whole tiny models on the CUDA provider, whose kernels a stand-in plays here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lamella.runner_v2.inputs import ModelInput
+from lamella.runner_v2.layers.decoder import ChainedLayer, DecoderLayer
+from lamella.runner_v2.ops.chained import chained_layer, split_parts
+from lamella.runner_v2.ops.providers.cuda import CudaProvider
+from lamella.runner_v2.ops.providers.cuda_chained import Ahead
+from lamella.runner_v2.ops.providers.torch import TorchProvider
+from lamella.runner_v2.testing import cuda_kernels
+from lamella.runner_v2.testing.assembled import (
+    KERNEL_SIZES,
+    MAX_LEN,
+    MAX_TOKENS,
+    Assembled,
+    mixed_steps,
+    padded,
+    step_of,
+)
+from lamella.runner_v2.testing.op_cases import raw_part, relative_error
+from lamella.runner_v2.testing.poison import poisoned_memory
+from lamella.runner_v2.testing.tiny_models import TINY_CONFIGS, write_folder
+
+
+class Counted:
+    """Kernels that write down who was called."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.calls: list[str] = []
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def on_cuda(path: Path, dtype: torch.dtype, kernels: Any = cuda_kernels, kv_dtype: str = "auto") -> Assembled:
+    with cuda_kernels.using(kernels):
+        return Assembled(path, (CudaProvider(kernels, MAX_TOKENS, "cpu"), TorchProvider(dtype)), dtype, kv_dtype)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in TINY_CONFIGS:
+        for dtype in ("bfloat16", "float16"):
+            write_folder(folder / f"{family}-{dtype}", family, seed=3, dtype=dtype, tokenizer=False, **KERNEL_SIZES)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_families_match_the_reference(folder: Path, family: str, dtype: torch.dtype) -> None:
+    """Long and short chunks, decoding, a mixture and padding: no farther from the reference in float32 than that
+    reference is in 16 bits."""
+    path = folder / f"{family}-{str(dtype).removeprefix('torch.')}"
+    exact, rounded = Assembled(path, (TorchProvider(),), torch.float32), Assembled(path, (TorchProvider(dtype),), dtype)
+    ours = on_cuda(path, dtype)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for i, batch in enumerate(mixed_steps(ours.config.vocab_size)):
+        expected, limit = exact.step(batch), rounded.step(batch)
+        with poisoned_memory():
+            logits = ours.step(padded(batch, 3) if i == 4 else batch)[: len(expected)]
+        assert logits.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+        assert relative_error(logits, expected) < 0.1
+        results.append((logits, limit, expected))
+    logits, limit, expected = (torch.cat(column) for column in zip(*results, strict=True))
+    assert relative_error(logits, expected) < 1.25 * relative_error(limit, expected)
+    kinds = {type(layer) for layer in ours.model.layers}
+    assert kinds == ({DecoderLayer} if family == "gemma3_text" else {ChainedLayer})
+
+
+def test_a_stage_may_drop_what_was_prepared(folder: Path) -> None:
+    path = folder / "qwen3-bfloat16"
+    whole, cut = on_cuda(path, torch.bfloat16), on_cuda(path, torch.bfloat16)
+    ids = torch.arange(MAX_LEN)[None] % whole.config.vocab_size
+    for batch in (step_of(ids, [(0, 0, 80)]), step_of(ids, [(0, 80, 5)])):
+        assert relative_error(cut.step(batch, drop_ahead=True), whole.step(batch)) < 3e-2
+
+
+def test_eight_bit_cache(folder: Path) -> None:
+    path = folder / "qwen3-bfloat16"
+    reference = Assembled(path, (TorchProvider(),), torch.float32)
+    ours = on_cuda(path, torch.bfloat16, kv_dtype="fp8")
+    assert ours.caches[0].k.dtype == torch.float8_e4m3fn
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    for batch in (step_of(ids, [(0, 0, 30)]), step_of(ids, [(0, 30, 1)])):
+        assert relative_error(ours.step(batch), reference.step(batch)) < 0.2  # 3 bits of mantissa in keys and values
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_six_kernels_a_layer(folder: Path, family: str) -> None:
+    """Decoding in bfloat16; the first layer norms its own input."""
+    kernels = Counted(cuda_kernels)
+    ours = on_cuda(folder / f"{family}-bfloat16", torch.bfloat16, kernels)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    ours.step(step_of(ids, [(0, 0, 20)]))
+    kernels.calls.clear()
+    ours.step(step_of(ids, [(0, 20, 1)], num_single=1))
+    layer = ["linear", "rope_write", "paged_decode", "linear", "linear", "linear"]
+    assert kernels.calls[:2] == ["decode_schedule_size", "decode_schedule"]
+    assert kernels.calls[2:] == ["rms_norm", *layer * ours.config.num_layers, "rms_norm", "linear"]
+
+
+def test_experts_norm_once_at_each_end(folder: Path) -> None:
+    kernels = Counted(cuda_kernels)
+    ours = on_cuda(folder / "qwen3_moe-bfloat16", torch.bfloat16, kernels)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    ours.step(step_of(ids, [(0, 0, 20)]))
+    kernels.calls.clear()
+    ours.step(step_of(ids, [(0, 20, 1)], num_single=1))
+    attention = ["linear", "rope_write", "paged_decode", "linear", "rms_norm"]
+    experts = [*attention, "linear", "moe_route", "fused_moe"]
+    first = 2 + 1 + 6  # schedule, norm, dense layer
+    assert kernels.calls[first:] == [*experts, "rms_norm", *experts, "rms_norm", "linear"]
+
+
+def test_what_is_prepared_changes_its_form_with_the_step(folder: Path) -> None:
+    """Few tokens: times the norm's weight, with sums of squares; many: the norm itself."""
+    ours = on_cuda(folder / "llama-bfloat16", torch.bfloat16)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    for count, has_squares in ((64, True), (65, False)):
+        batch = step_of(ids, [(0, 0, count)])
+        inputs = ModelInput(batch.token_ids, batch.positions, (ours.backend.plan(batch, 0),), ours.caches)
+        carried = ours.model.layers[0](ours.model.embed(inputs), inputs)
+        assert isinstance(carried.ahead, Ahead)
+        assert (carried.ahead.squares is not None) == has_squares
+        assert ours.model.layers[-1](carried, inputs).ahead is None
+
+
+def test_the_reference_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.zeros(2, 8)
+    monkeypatch.setattr("lamella.runner_v2.ops.chained.decoder_layer", lambda x, *_: x + 1)
+    result, ahead = chained_layer(hidden, "anything", None, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    assert torch.equal(result, hidden + 1)
+    assert ahead is None
+
+
+def test_the_next_norm_is_told_by_its_layer() -> None:
+    keys = ("layers.1.attn_norm", "layers.1.q", "layers.10.attn_norm")
+    parts = [raw_part(key, (8,) if key.endswith("norm") else (8, 8)) for key in keys]
+    own, following = split_parts(parts)
+    assert [part.key for part in own] == list(keys[:2])
+    assert following is parts[2]
+    assert split_parts(parts[:2]) == (parts[:2], None)
