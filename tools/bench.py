@@ -1,6 +1,7 @@
 """Run a bench by name.
 
   hatch run bench cpu                       lamella beside its peers on the demo model, on this CPU
+  hatch run bench gpu                       the engine on a GPU beside vLLM's figures; --tiny: a trial on the CPU
   hatch run bench runner-v2 sampling        packages/runner-v2/bench/sampling.py
   hatch run bench                           list what there is
 
@@ -14,13 +15,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("peers", "gpu_engine", "gpu_start")
+"""Of benches: no bench by themselves."""
 
 
 def main() -> int:
     """Find the script and run it as __main__."""
     words = sys.argv[1:]
     scripts: dict[tuple[str, ...], Path] = {
-        (path.stem,): path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "peers"
+        (path.stem,): path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem not in PARTS
     }
     for path in sorted((ROOT / "packages").glob("*/bench/*.py")):
         scripts[(path.parent.parent.name, path.stem)] = path
