@@ -48,7 +48,7 @@ from lamella.runner_v2.stack import Hooks
 from lamella.runner_v2.state import SequenceState
 from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput, TokenLogprobs
 from lamella.runner_v2.weights.dummy import DummyCheckpoint
-from lamella.runner_v2.weights.open import open_checkpoint
+from lamella.runner_v2.weights.open import open_checkpoint, read_config
 from lamella.runner_v2.weights.slots import Checkpoint
 
 
@@ -165,15 +165,17 @@ class ModelRunner:
         RunnerError if the checkpoint or an option cannot be used.
         """
         path = source.model_path if isinstance(source, RunnerConfig) else str(source)
+        if isinstance(source, RunnerConfig):
+            config = source
+        else:
+            options.setdefault("max_model_len", min(read_config(path).max_position, 8192))
+            config = RunnerConfig(model_path=path, **options)
+        if config.dummy_weights:
+            made_up = DummyCheckpoint(read_config(path), device=config.device)
+            return cls(config, made_up, speculator, group, mover, platform)
         opened = open_checkpoint(path)
         try:
-            if isinstance(source, RunnerConfig):
-                config = source
-            else:
-                options.setdefault("max_model_len", min(opened.config.max_position, 8192))
-                config = RunnerConfig(model_path=path, **options)
-            checkpoint = DummyCheckpoint(opened.config, device=config.device) if config.dummy_weights else opened
-            return cls(config, checkpoint, speculator, group, mover, platform)
+            return cls(config, opened, speculator, group, mover, platform)
         finally:
             opened.close()
 
