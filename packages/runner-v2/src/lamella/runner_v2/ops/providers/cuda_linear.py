@@ -14,10 +14,10 @@ from lamella.runner_v2.weights.slots import RawPart
 
 Packed = Mapping[str, torch.Tensor]
 
-FEW_TOKENS = 64
+FEW_TOKENS = 32
 """Up to so many tokens the own kernel, with norms, activation and residual fused to its ends, beats cuBLAS and the
-kernels that it would need around it. On an H200, [m, 4096] x [4096, 28672] alone, own and cuBLAS in us: m=1 57.6 and
-61.5, m=16 59.6 and 56.6, m=64 78 and 62, m=256 121 and 102; what is fused saves a kernel at each end."""
+kernels that it would need around it. On an H200, the four products of a llama-8b layer with all that, own and cuBLAS in
+us: m=1 121 and 124, m=8 120 and 125, m=32 129 and 130, m=48 163 and 132, m=128 172 and 147."""
 FEW_TOKENS_ALONE = 8
 """The same for a product with nothing fused to it."""
 MULTIPLE = 8
