@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from lamella.runner_v2.inputs import ModelInput
+from lamella.runner_v2.attention.cuda import CudaAttention
+from lamella.runner_v2.attention.paged import PagedAttention
+from lamella.runner_v2.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
+from lamella.runner_v2.inputs import LayerCache, ModelInput
 from lamella.runner_v2.layers.decoder import ChainedLayer, DecoderLayer
+from lamella.runner_v2.layers.rotary import make_table
 from lamella.runner_v2.ops.chained import chained_layer, split_parts
 from lamella.runner_v2.ops.providers.cuda import CudaProvider
 from lamella.runner_v2.ops.providers.cuda_chained import Ahead
+from lamella.runner_v2.ops.providers.cuda_linear import FEW_TOKENS
 from lamella.runner_v2.ops.providers.torch import TorchProvider
+from lamella.runner_v2.ops.spec import Provider, Site
 from lamella.runner_v2.testing import cuda_kernels
 from lamella.runner_v2.testing.assembled import (
     KERNEL_SIZES,
@@ -25,9 +32,11 @@ from lamella.runner_v2.testing.assembled import (
     padded,
     step_of,
 )
+from lamella.runner_v2.testing.attention_cases import AttentionCase, make_data
 from lamella.runner_v2.testing.op_cases import raw_part, relative_error
-from lamella.runner_v2.testing.poison import poisoned_memory
+from lamella.runner_v2.testing.poison import poison, poisoned_memory
 from lamella.runner_v2.testing.tiny_models import TINY_CONFIGS, write_folder
+from lamella.runner_v2.weights.rules import parts_of
 
 
 class Counted:
@@ -132,13 +141,105 @@ def test_what_is_prepared_changes_its_form_with_the_step(folder: Path) -> None:
     """Few tokens: times the norm's weight, with sums of squares; many: the norm itself."""
     ours = on_cuda(folder / "llama-bfloat16", torch.bfloat16)
     ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
-    for count, has_squares in ((64, True), (65, False)):
+    for count, has_squares in ((FEW_TOKENS, True), (FEW_TOKENS + 1, False)):
         batch = step_of(ids, [(0, 0, count)])
         inputs = ModelInput(batch.token_ids, batch.positions, (ours.backend.plan(batch, 0),), ours.caches)
         carried = ours.model.layers[0](ours.model.embed(inputs), inputs)
         assert isinstance(carried.ahead, Ahead)
         assert (carried.ahead.squares is not None) == has_squares
         assert ours.model.layers[-1](carried, inputs).ahead is None
+
+
+PLAIN = ModelConfig(
+    family="llama",
+    vocab_size=256,
+    hidden_size=200,  # the last sum of squares is over fewer columns
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=128,
+    layers=(LayerConfig(), LayerConfig()),
+    ropes=(RopeConfig(),),
+    max_position=MAX_LEN,
+    norm_eps=1e-5,
+    attention_scale=0.125,
+)
+EXPERTS = LayerConfig(moe=MoeConfig(4, 2, 64, norm_topk=False))
+VARIANTS = {
+    "plain": PLAIN,
+    "biased": replace(PLAIN, qkv_bias=True, o_bias=True),
+    "norms plus one": replace(PLAIN, norm_plus_one=True, qk_norm=True, norm_eps=0.1),
+    "partly rotated pairs": replace(PLAIN, ropes=(RopeConfig(rotary_dim=32, interleaved=True),)),
+    "gelu": replace(PLAIN, activation="gelu"),
+    "window and soft cap": replace(PLAIN, attention_softcap=5.0, layers=(LayerConfig(window=20),) * 2),
+    "experts": replace(PLAIN, layers=(EXPERTS, EXPERTS), o_bias=True),
+    "experts behind dense": replace(PLAIN, layers=(LayerConfig(), EXPERTS)),
+    "dense behind experts": replace(PLAIN, layers=(EXPERTS, LayerConfig())),
+}
+
+
+def two_layers(
+    config: ModelConfig, provider: Provider, dtype: torch.dtype, hidden: torch.Tensor, norm_scale: float
+) -> torch.Tensor:
+    """hidden [T, H] as one prompt through two layers: chained ones of the provider, or the reference's whole ones."""
+    is_reference = isinstance(provider, TorchProvider)
+    attention: Any = PagedAttention() if is_reference else CudaAttention(cuda_kernels, "cpu")
+    case = AttentionCase(
+        "", ((len(hidden), len(hidden)),), config.num_heads, config.num_kv_heads, config.head_dim,
+        config.layers[0].window, config.attention_softcap,
+    )  # fmt: skip
+    attention.bind(case.limits(dtype, dtype))
+    data = make_data(case, dtype, dtype=dtype)
+    plan, rope = attention.plan(data.batch, 0), make_table(config.ropes[0], config.head_dim, MAX_LEN, MAX_LEN)
+    base = 0.0 if config.norm_plus_one else 1.0
+    parts = []
+    for part in parts_of(config).values():
+        raw = raw_part(part.key, part.shape, std=0.2 if len(part.shape) == 1 else None)
+        if part.key.endswith("_norm"):
+            raw = raw._replace(data=((raw.data + base) * norm_scale).to(torch.float16).float())
+        parts.append(raw)
+    ahead = None
+    for i, layer in enumerate(config.layers):
+        own = [part for part in parts if part.key.startswith(f"layers.{i}.")]
+        following = [part for part in parts if part.key == f"layers.{i + 1}.attn_norm"]
+        params = {"config": config, "layer": layer, "attention": attention.name, "kv_dtype": dtype}
+        formats = tuple(part.format for part in own if len(part.shape) > 1)
+        site = Site("decoder_layer" if is_reference else "chained_layer", "cpu", dtype, formats, 1, params)
+        assert provider.supports(site) is None
+        picked = provider.pick(site)
+        assert picked.pack is not None
+        assert picked.bind is not None
+        cache = LayerCache(*(poison(torch.empty_like(pool)) for pool in data.cache))
+        handle = picked.bind(picked.pack(own if is_reference else [*own, *following]), rope, attention)
+        if is_reference:
+            hidden = picked.run(hidden, plan, cache, handle)
+        else:
+            hidden, ahead = picked.run(hidden, ahead, plan, cache, handle)
+    assert ahead is None
+    return hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [5, FEW_TOKENS, 70])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_layers_match_the_reference(variant: str, num_tokens: int, dtype: torch.dtype) -> None:
+    config = VARIANTS[variant]
+    hidden = torch.randn(num_tokens, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = two_layers(config, TorchProvider(), torch.float32, hidden.float(), 1.0)
+    ours = two_layers(config, CudaProvider(cuda_kernels, 128, "cpu"), dtype, hidden.clone(), 1.0)
+    # two experts may be nearly as good as each other
+    errors = (ours.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < (8e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert (errors < 2e-2).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("num_tokens", [5, 70])
+def test_a_large_residual_stream_fits_float16(num_tokens: int) -> None:
+    """What a norm's weight would lift beyond 65,504 is divided first."""
+    hidden = torch.randn(num_tokens, PLAIN.hidden_size, generator=torch.Generator().manual_seed(1)) * 5000
+    expected = two_layers(PLAIN, TorchProvider(), torch.float32, hidden.half().float(), 10.0)
+    ours = two_layers(PLAIN, CudaProvider(cuda_kernels, 128, "cpu"), torch.float16, hidden.half(), 10.0)
+    assert relative_error(ours, expected) < 1e-2
 
 
 def test_the_reference_prepares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
