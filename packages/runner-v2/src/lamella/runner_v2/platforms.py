@@ -70,6 +70,7 @@ class CudaPlatform:
         count = torch.cuda.device_count()
         if (self._device.index or 0) >= count:
             raise ConfigError(f"device {device}: torch sees {count} CUDA devices")
+        self._device = torch.device("cuda", self._device.index or 0)
         torch.cuda.set_device(self._device)
         self.kernels = kernels
         self.writes: Writes = StagedWrites(self._device)
