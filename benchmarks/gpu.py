@@ -186,7 +186,7 @@ def measure_model(
         spec.write_text(
             json.dumps(
                 {
-                    "folder": str(weightless(model, folder)),
+                    "folder": str(HERE / "configs" / model),
                     "options": options,
                     "jobs": [{"name": job.name, "kind": job.kind, **job.shape} for job in jobs],
                     "out": str(out),
@@ -258,7 +258,7 @@ def measure_start(job: Job, options: dict[str, Any], results: Results, limits: L
     caches = folder / "caches"
     kinds = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "driver"}
     env = {**environment(), **{name: str(caches / kind) for name, kind in kinds.items()}}
-    model = weightless(job.model, folder)
+    model = HERE / "configs" / job.model
     command = [sys.executable, str(HERE / "gpu_start.py"), str(time.monotonic()), str(model), json.dumps(options)]
     try:
         done = subprocess.run(
@@ -271,15 +271,6 @@ def measure_start(job: Job, options: dict[str, Any], results: Results, limits: L
         figures = {"error": f"exit code {error.returncode}: {(error.stderr.strip().splitlines() or ['?'])[-1]}"}
     figures["files_compiled"] = sum(path.is_file() for path in caches.rglob("*"))
     results.add(job, figures)
-
-
-def weightless(model: str, folder: Path) -> Path:
-    """A checkpoint folder of the model whose weights file holds none: they are made up."""
-    made = folder / model
-    made.mkdir(exist_ok=True)
-    (made / "config.json").write_text((HERE / "configs" / model / "config.json").read_text())
-    (made / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return made
 
 
 def environment() -> dict[str, str]:

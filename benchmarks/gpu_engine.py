@@ -96,6 +96,7 @@ class Bench:
                 "runner_ms": (after.step_seconds - before.step_seconds) * ms,
             }
             if self.on_gpu:
+                row.update(self._graph_nodes(batch))
                 row.update(self._traced(elapsed / steps))
             return row
         finally:
@@ -212,6 +213,18 @@ class Bench:
             return self._poll(timeout_s)
         finally:
             self._waited_s += time.perf_counter() - started
+
+    def _graph_nodes(self, batch: int) -> Row:
+        """Nodes of the two recordings that a step of so many sequences replays, where the driver tells. They were made
+        from the largest size down."""
+        runner = self.core._executor._worker.runner
+        nodes = getattr(getattr(runner.platform, "recorder", None), "num_nodes", [])
+        sizes = sorted(runner.config.graph_rows, reverse=True)
+        fitting = [n for n, size in enumerate(sizes) if size >= batch]
+        if not fitting or len(nodes) != 2 * len(sizes) or min(nodes) < 0:
+            return {}
+        last = 2 * fitting[-1]
+        return {"graph_nodes": sum(nodes[last : last + 2]), "graph_rows": sizes[fitting[-1]]}
 
     def _traced(self, step_s: float) -> Row:
         """Kernels per step and the share of time in which one runs, by the profiler, which slows the host down: idle

@@ -129,6 +129,26 @@ def test_names_are_unlike() -> None:
         assert len({job.name for job in jobs}) == len(jobs)
 
 
+def test_nodes_are_those_of_the_size_that_is_replayed() -> None:
+    bench = object.__new__(gpu_engine.Bench)
+
+    class Fields:
+        """Anything with these attributes."""
+
+        def __init__(self, **fields: Any) -> None:
+            self.__dict__.update(fields)
+
+    recorder = Fields(num_nodes=[80, 3, 40, 2, 10, 1])
+    runner = Fields(platform=Fields(recorder=recorder), config=Fields(graph_rows=(1, 4, 8)))
+    bench.core = Fields(_executor=Fields(_worker=Fields(runner=runner)))
+    assert bench._graph_nodes(1) == {"graph_nodes": 11, "graph_rows": 1}
+    assert bench._graph_nodes(3) == {"graph_nodes": 42, "graph_rows": 4}
+    assert bench._graph_nodes(8) == {"graph_nodes": 83, "graph_rows": 8}
+    assert bench._graph_nodes(9) == {}
+    recorder.num_nodes[0] = -1
+    assert bench._graph_nodes(1) == {}
+
+
 def test_the_share_of_a_busy_device() -> None:
     assert gpu_engine.covered([(0, 2), (1, 3), (5, 6)]) == 4
     # three kernels a step of 10 us, of which one is known only to one step; a step more than asked for was seen

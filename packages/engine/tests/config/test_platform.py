@@ -118,6 +118,7 @@ def test_types_on_a_gpu() -> None:
     assert "bfloat16, as in the checkpoint" in decision(on_card(), "dtype")[1]
     wide = dataclasses.replace(MODEL, dtype="float32")
     assert "float32 is turned into it" in decision(resolved(Gpus((CARD,)), wide), "dtype")[1]
+    assert on_card(batch_invariant=True).runner.providers == ("torch",)
     assert on_card(kv_cache_dtype="fp8").runner.kv_dtype == "fp8"
 
 

@@ -121,6 +121,9 @@ def resolve(
         providers = given
     elif providers:
         decide("providers", ", ".join(providers), "follows from dtype")
+    elif platform.is_gpu and options.batch_invariant:
+        providers = ("torch",)
+        decide("providers", "torch", "follows from batch_invariant: kernels of a GPU cut a row by what else there is")
     else:
         decide("providers", platform.providers, "native kernels first, the reference where they do not serve")
     max_model_len = options.max_model_len or model.max_position
@@ -174,8 +177,8 @@ def resolve(
         options.batch_invariant,
         "given"
         if options.batch_invariant
-        else "the default: the last bits of what reference ops compute depend on the batch, on chunks and on cached "
-        "prefixes; native kernels' never do",
+        else "the default: the last bits of what reference ops and kernels of a GPU compute depend on the batch, on "
+        "chunks and on cached prefixes; those of a CPU's native kernels never do",
     )
     if options.speculative_config:
         decide("speculation", options.speculative_config.get("method", "?"), "given")

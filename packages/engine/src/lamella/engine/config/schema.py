@@ -147,7 +147,7 @@ class EngineOptions:
         group="machine",
         kind="bool",
         help="give each answer the same bits whatever else is in the batch, on the reference ops too (prompts then "
-        "take about 6 times as long, each token by itself; the native kernels always do, at full speed)",
+        "take about 6 times as long, each token by itself; a CPU's native kernels always do, at full speed)",
     )
     speculative_config: dict[str, Any] | None = option(
         group="scheduling",
