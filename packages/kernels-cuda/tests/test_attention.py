@@ -136,6 +136,80 @@ def test_counters_reset_themselves_and_results_repeat():
     assert (counters == 0).all()
 
 
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("heads", "kv_heads", "n"), [(8, 2, 1), (8, 2, 3), (8, 1, 8)])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_right_after_the_write_of_the_new_keys(cache, heads, kv_heads, n, in_graph):
+    """The new keys are NaN until the kernel before writes them: whoever reads them too early shows it."""
+    lens = [1, 0, 2, 64, 65, 66, 700, 15, 16, 17, 3000]
+    case = Case(lens, heads, kv_heads, n=n, cache=cache)
+    args = (case.q, case.k, case.v, case.table, case.lens, case.scale)
+    schedule = kernels.decode_schedule(case.lens, heads, kv_heads, num_queries=n)
+    workspace = torch.empty(
+        kernels.paged_decode_workspace_size(heads, kv_heads, 128, num_queries=n), dtype=torch.uint8, device="cuda"
+    )
+    expected = kernels.paged_decode(*args, schedule=schedule, workspace=workspace)
+    slots = []
+    for b, length in enumerate(lens):
+        for position in range(length - n, length):
+            slots.append(int(case.table[b, position // 16]) * 16 + position % 16 if position >= 0 else -1)
+    slots = torch.tensor(slots, device="cuda")
+    written = slots[slots >= 0]
+    blocks, places = written // 16, written % 16
+    new = [torch.zeros(len(slots), kv_heads, 128, dtype=case.dtype, device="cuda") for _ in range(2)]
+    raw = [data.view(torch.uint8) if cache == FP8 else data for data in (case.k, case.v)]
+    for rows, data in zip(new, raw):
+        rows[slots >= 0] = data[blocks, :, places].view(cache).to(case.dtype)  # exact, also out of fp8
+    poison = torch.tensor(0x7F if cache == FP8 else math.nan, dtype=raw[0].dtype, device="cuda")
+    out = poisoned(*case.q.shape, dtype=case.dtype)
+
+    def step():
+        for data in raw:
+            data[blocks, :, places] = poison
+        out.fill_(math.nan)
+        kernels.kv_write(*new, case.k, case.v, slots)
+        kernels.paged_decode(*args, schedule=schedule, workspace=workspace, out=out, follows_write=True)
+
+    step()
+    assert torch.equal(out, expected)
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    for i in range(20):
+        graph.replay() if in_graph else step()
+        assert torch.equal(out, expected), f"round {i}: {heads}/{kv_heads} heads, {n} queries, {cache}"
+
+
+@pytest.mark.parametrize("batch", [1, 8, 511, 512, 513, 1024, 1025])
+@pytest.mark.parametrize("parts", [1, 5, 264, 1500])
+def test_every_part_has_an_even_share(batch, parts):
+    lens = torch.randint(0, 2000, (batch,), dtype=torch.int32)
+    lens[0] = 5000
+    kv_heads = 3
+    schedule = poisoned(kernels.decode_schedule_size(batch, 12, kv_heads, parts=parts), dtype=torch.int32)
+    kernels.decode_schedule(lens.cuda(), 12, kv_heads, out=schedule)
+    assert (schedule[4 * (parts + 1) :] == 0).all(), "counters"
+    records = schedule[: 4 * (parts + 1)].view(-1, 4).cpu()
+    width = (-(-lens // 64)).clamp_min(1).long()
+    first = torch.cat((torch.zeros(1, dtype=torch.long), (width * kv_heads).cumsum(0)))
+    total, places = int(first[-1]), []
+    for sequence, group, chunk, length in records.tolist():
+        if sequence == batch:
+            places.append(total)
+            continue
+        assert length == lens[sequence], f"length of sequence {sequence}"
+        assert 0 <= group < kv_heads
+        assert 0 <= chunk < width[sequence]
+        places.append(int(first[sequence] + group * width[sequence] + chunk))
+    shares = torch.tensor(places).diff()
+    assert places[0] == 0
+    assert places[-1] == total
+    assert (shares >= 0).all(), f"parts out of order: {places}"
+    # whole sequences per part may take a sixteenth more
+    assert shares.max() <= -(-total // parts) * 17 // 16, f"{int(shares.max())} of {total} for one of {parts} parts"
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
 @pytest.mark.parametrize("parts", [None, 1])

@@ -7,22 +7,23 @@ namespace lamella::attention {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// How a pair is cut into parts: from payload alone.
+// How many parts a pair is cut into and which is the first: from its place among all chunks alone.
 struct Cut {
-  int64_t first_part;
-  int splits, slot;  // slot: where this part's result goes
+  uint32_t first_part;
+  int splits;
 
   // skipped: chunks of the pair that earlier parts did; taken: chunks up to the end of this part's share.
-  __device__ __forceinline__ Cut(int64_t part, int64_t payload, int skipped, int taken, int num_chunks) {
-    const int64_t start = skipped > 0 ? part * payload - skipped : (part + 1) * payload - taken;
-    first_part = start / payload;
-    splits = static_cast<int>((start + num_chunks - 1) / payload - first_part) + 1;
-    slot = static_cast<int>(2 * part) + (skipped > 0 ? 0 : 1);
-  }
-  __device__ __forceinline__ int64_t slot_of(int split) const {
-    return split == 0 ? 2 * first_part + 1 : 2 * (first_part + split);
+  __device__ __forceinline__ Cut(const Share& share, uint32_t part, int skipped, int taken, int num_chunks) {
+    const uint32_t start = skipped > 0 ? share.start(part) - skipped : share.start(part + 1) - taken;
+    first_part = share.part_of(start);
+    splits = static_cast<int>(share.part_of(start + num_chunks - 1) - first_part) + 1;
   }
 };
+
+// Each part has two places for partial results: of a pair that began earlier, and of one that goes on later.
+__device__ __forceinline__ int slot_of(uint32_t part, int skipped) {
+  return static_cast<int>(2 * part) + (skipped > 0 ? 0 : 1);
+}
 
 // Where a query row of a group lies.
 struct RowPlace {
@@ -84,14 +85,19 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, int sequence, c
   }
 }
 
-// By the block that wrote the last partial result: all of them in their order, whoever was last.
+// By the block that wrote the last partial result: all of them in their order, whoever was last. As many as registers
+// hold are loaded at once, since each round is a way to the L2 cache and back.
 template <class T, bool kFp8, int D>
-__device__ __noinline__ void combine(const DecodeParams& p, int sequence, int group, const Cut& cut) {
-  constexpr int kQuads = D / 4, kBatch = 8;
-  const int rows = rows_of(p, group);
+__device__ __forceinline__ void combine(const DecodeParams& p, int sequence, int group, const Cut& cut) {
+  constexpr int kQuads = D / 4, kBatch = 16;
+  const int rows = rows_of(p, group), step = 2 * p.group_rows;  // rows between the results of one split and the next
+  const int64_t first_row = static_cast<int64_t>(cut.first_part) * step;
   for (int item = threadIdx.x; item < rows * kQuads; item += kWarps * 32) {
     const int row = item / kQuads, quad = item % kQuads;
+    const float2* stats_at = p.partial_stats + first_row + row;
+    const float4* values_at = reinterpret_cast<const float4*>(p.partial_out) + (first_row + row) * kQuads + quad;
     float most = -INFINITY, sum = 0.f, total[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
     for (int first = 0; first < cut.splits; first += kBatch) {
       float2 stats[kBatch];
       float4 values[kBatch];
@@ -99,10 +105,12 @@ __device__ __noinline__ void combine(const DecodeParams& p, int sequence, int gr
       for (int i = 0; i < kBatch; ++i) {
         stats[i] = make_float2(-INFINITY, 0.f);
         values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (first + i >= cut.splits) continue;
-        const int64_t place = cut.slot_of(first + i) * p.group_rows + row;
-        stats[i] = __ldcg(p.partial_stats + place);
-        values[i] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + place * D) + quad);
+        if (first + i < cut.splits) {
+          // the first split began in the second place of its part, the others in the first
+          const int64_t rows_on = first + i == 0 ? p.group_rows : static_cast<int64_t>(first + i) * step;
+          stats[i] = __ldcg(stats_at + rows_on);
+          values[i] = __ldcg(values_at + rows_on * kQuads);
+        }
       }
       float higher = most;
 #pragma unroll

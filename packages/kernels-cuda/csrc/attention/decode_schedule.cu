@@ -1,9 +1,10 @@
-// The chunks of all (sequence, group) pairs stand in one row; part p takes those from p * payload on:
+// The chunks of all (sequence, group) pairs stand in one row; each part takes neighbouring ones, as many as any other
+// or one more:
 //
 //   pair     | 0          | 1    | 2                       | 3 |    pairs without a key take one place: who comes by it
-//   parts    |0       |1       |2       |3       |4       |          writes their zeros
+//   parts    |0       |1       |2      |3      |4      |             writes their zeros
 //
-// so a pair is cut at borders of parts only, and everything about the cut follows from payload.
+// so a pair is cut at borders of parts only, and everything about the cut follows from the two numbers of a Share.
 #include "attention/decode_schedule.h"
 
 #include "attention/chunks.cuh"
@@ -12,76 +13,99 @@
 namespace lamella {
 namespace {
 
-constexpr int kThreads = 1024;
-
 struct ScheduleParams {
   int32_t* schedule;
   const int32_t* seq_lens;
   int batch, num_queries, num_groups, num_parts, window;
 };
 
-// Inclusive scan over the block. scratch: 32 places, free again after the next __syncthreads().
-__device__ __forceinline__ int64_t block_scan(int64_t x, int64_t* scratch) {
+struct Totals {
+  uint32_t sum;  // inclusive, up to this thread
+  uint32_t all;
+  int widest;
+};
+
+// scratch: two places per warp, free again after the next __syncthreads().
+template <int kThreads>
+__device__ __forceinline__ Totals block_totals(uint32_t places, int width, uint2* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int offset = 1; offset < 32; offset <<= 1) {
-    const int64_t other = __shfl_up_sync(0xffffffffu, x, offset);
-    if (lane >= offset) x += other;
+    const uint32_t other = __shfl_up_sync(0xffffffffu, places, offset);
+    if (lane >= offset) places += other;
+    width = max(width, __shfl_xor_sync(0xffffffffu, width, offset));
   }
-  if (lane == 31) scratch[warp] = x;
+  if (lane == 31) scratch[warp] = make_uint2(places, width);
   __syncthreads();
-  for (int i = 0; i < warp; ++i) x += scratch[i];
-  return x;
+  Totals totals = {places, 0, 0};
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) {
+    const uint2 one = scratch[i];
+    if (i < warp) totals.sum += one.x;
+    totals.all += one.x;
+    totals.widest = max(totals.widest, static_cast<int>(one.y));
+  }
+  return totals;
 }
 
-__global__ void __launch_bounds__(kThreads) decode_schedule_kernel(const ScheduleParams p) {
-  __shared__ int64_t scratch[32], ends[kThreads], sums[kThreads / 32];
-  __shared__ int most[kThreads / 32];
-  wait_predecessor();
-  const auto places = [&](int sequence) {  // of each of its groups
-    const int chunks = attention::visible_keys(p.seq_lens[sequence], p.num_queries, p.window).num_chunks();
-    return chunks > 0 ? chunks : 1;
-  };
-  int64_t total = 0;
-  int widest = 1;
-  for (int i = threadIdx.x; i < p.batch; i += kThreads) {
-    const int width = places(i);
-    total += static_cast<int64_t>(width) * p.num_groups;
-    widest = max(widest, width);
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    total += __shfl_xor_sync(0xffffffffu, total, offset);
-    widest = max(widest, __shfl_xor_sync(0xffffffffu, widest, offset));
-  }
-  if (threadIdx.x % 32 == 0) {
-    sums[threadIdx.x / 32] = total;
-    most[threadIdx.x / 32] = widest;
-  }
-  __syncthreads();
-  total = 0;
-  for (int i = 0; i < kThreads / 32; ++i) {
-    total += sums[i];
-    widest = max(widest, most[i]);
-  }
-  int64_t payload = max((total + p.num_parts - 1) / p.num_parts, int64_t{1});
-  // whole pairs per part cost no partial results; parts that end early leave their bandwidth to the others
-  const int64_t whole = (payload + widest - 1) / widest * widest;
-  if (whole <= payload + payload / 16) payload = whole;
+// An even share. Whole pairs per part cost no partial results, if that takes hardly longer.
+__device__ __forceinline__ attention::Share share_out(uint32_t total, int widest, int num_parts) {
+  const uint32_t parts = num_parts, most = max((total + parts - 1) / parts, 1u), width = max(widest, 1);
+  const uint32_t whole = (most + width - 1) / width * width;
+  if (whole <= most + most / 16) return {whole, 0};
+  return {total / parts, total % parts};
+}
 
-  int4* parts = reinterpret_cast<int4*>(p.schedule);
-  const int step = static_cast<int>(payload);
-  int64_t before = 0;  // places of the sequences of earlier rounds
-  for (int base = 0; base < p.batch; base += kThreads) {
-    const int mine = base + threadIdx.x;
-    const int64_t width = mine < p.batch ? static_cast<int64_t>(places(mine)) * p.num_groups : 0;
-    ends[threadIdx.x] = before + block_scan(width, scratch);
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) decode_schedule_kernel(const ScheduleParams p) {
+  __shared__ uint2 scratch[kThreads / 32];
+  __shared__ uint32_t ends[kThreads];
+  __shared__ int lengths[kThreads];
+  const auto places = [&](int length) {  // of each group of such a sequence
+    return max(attention::visible_keys(length, p.num_queries, p.window).num_chunks(), 1);
+  };
+  wait_predecessor();
+  launch_successor();
+  int length = static_cast<int>(threadIdx.x) < p.batch ? p.seq_lens[threadIdx.x] : 0;
+  int width = static_cast<int>(threadIdx.x) < p.batch ? places(length) : 0;
+  int32_t* counters = p.schedule + 4 * (static_cast<int64_t>(p.num_parts) + 1);
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.batch) * p.num_groups; i += kThreads) counters[i] = 0;
+
+  uint32_t later = 0;  // places and width of sequences of later rounds
+  int widest = width;
+  for (int i = threadIdx.x + kThreads; i < p.batch; i += kThreads) {
+    const int one = places(p.seq_lens[i]);
+    later += static_cast<uint32_t>(one) * p.num_groups;
+    widest = max(widest, one);
+  }
+  const bool many = p.batch > kThreads;
+  Totals totals = {0, 0, 0};
+  uint32_t total = 0;
+  if (many) {
+    totals = block_totals<kThreads>(later + static_cast<uint32_t>(width) * p.num_groups, widest, scratch);
+    total = totals.all;
+    widest = totals.widest;
     __syncthreads();
-    const int count = min(p.batch - base, kThreads);
-    const int64_t after = ends[count - 1];
-    const int64_t last = min((after + payload - 1) / payload, static_cast<int64_t>(p.num_parts));
-    for (int64_t part = (before + payload - 1) / payload + threadIdx.x; part < last; part += kThreads) {
-      const int64_t place = part * payload;
+  }
+  int4* parts = reinterpret_cast<int4*>(p.schedule);
+  attention::Share share = {0, 0};
+  uint32_t before = 0;  // places of the sequences of earlier rounds
+  for (int base = 0; base < p.batch; base += kThreads) {
+    const int mine = base + static_cast<int>(threadIdx.x), count = min(p.batch - base, kThreads);
+    if (base > 0) {
+      length = mine < p.batch ? p.seq_lens[mine] : 0;
+      width = mine < p.batch ? places(length) : 0;
+    }
+    totals = block_totals<kThreads>(static_cast<uint32_t>(width) * p.num_groups, width, scratch);
+    if (base == 0) share = share_out(many ? total : totals.all, many ? widest : totals.widest, p.num_parts);
+    if (!many) total = totals.all;
+    ends[threadIdx.x] = before + totals.sum;
+    lengths[threadIdx.x] = length;
+    __syncthreads();
+    const uint32_t after = before + totals.all;
+    for (int part = threadIdx.x; part < p.num_parts; part += kThreads) {
+      const uint32_t place = share.start(part);
+      if (place < before || place >= after) continue;
       int low = 0, high = count - 1;  // the first sequence that ends behind the place
       while (low < high) {
         const int middle = (low + high) / 2;
@@ -91,20 +115,17 @@ __global__ void __launch_bounds__(kThreads) decode_schedule_kernel(const Schedul
           low = middle + 1;
         }
       }
-      const int64_t inside = place - (low > 0 ? ends[low - 1] : before);
-      const int width_one = places(base + low);
-      parts[part] = make_int4(base + low, static_cast<int>(inside / width_one), static_cast<int>(inside % width_one),
-                              step);
+      const uint32_t inside = place - (low > 0 ? ends[low - 1] : before), width_one = places(lengths[low]);
+      const uint32_t group = inside / width_one;
+      parts[part] = make_int4(base + low, static_cast<int>(group), static_cast<int>(inside - group * width_one),
+                              lengths[low]);
     }
     before = after;
     __syncthreads();
   }
-  const int64_t used = (total + payload - 1) / payload;
-  for (int64_t part = used + threadIdx.x; part <= p.num_parts; part += kThreads)
-    parts[part] = make_int4(p.batch, 0, 0, step);
-  int32_t* counters = p.schedule + 4 * (static_cast<int64_t>(p.num_parts) + 1);
-  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.batch) * p.num_groups; i += kThreads) counters[i] = 0;
-  launch_successor();
+  for (int part = threadIdx.x; part <= p.num_parts; part += kThreads)
+    if (part == p.num_parts || share.start(part) >= total)
+      parts[part] = make_int4(p.batch, static_cast<int>(share.more), 0, static_cast<int>(share.each));
 }
 
 }  // namespace
@@ -123,8 +144,12 @@ LAMELLA_API int lamella_decode_schedule(int32_t* schedule, const int32_t* seq_le
                          static_cast<int>(num_groups),
                          static_cast<int>(num_parts),
                          static_cast<int>(window < INT32_MAX / 2 ? window : 0)};
-  const Launch how{dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(stream)};
-  return launch(decode_schedule_kernel, how, p);
+  const auto go = [&](auto threads) {
+    const Launch how{dim3(1), dim3(threads.value), 0, static_cast<cudaStream_t>(stream)};
+    return launch(decode_schedule_kernel<threads.value>, how, p);
+  };
+  // fewer threads start sooner; as many as there are parts find their places in one round
+  return batch <= 512 ? go(std::integral_constant<int, 512>{}) : go(std::integral_constant<int, 1024>{});
 }
 
 LAMELLA_API int64_t lamella_decode_parts(void) { return 2 * static_cast<int64_t>(lamella::device_facts().num_sms); }

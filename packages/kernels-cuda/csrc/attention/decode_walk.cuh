@@ -3,6 +3,7 @@
 
 #include "attention/chunks.cuh"
 #include "attention/fragments.cuh"
+#include "device/launch.cuh"
 
 namespace lamella::attention {
 
@@ -32,7 +33,7 @@ struct DecodeParams {
   int64_t num_blocks;
   int k_scale_stride, v_scale_stride;
   float scale, softcap;
-  bool q_bf16;
+  bool q_bf16, follows_write;
 };
 
 // The pairs of a part. Both the loads and the arithmetic walk it, the loads some chunks ahead.
@@ -45,22 +46,25 @@ struct Walk {
   __device__ __forceinline__ void start(const DecodeParams& p, const int4& begin, const int4& end) {
     sequence = begin.x;
     group = begin.y;
-    enter(p, begin.z, end);
+    keys = visible_keys(begin.w, p.num_queries, p.window);
+    enter(p, begin.z, end, false);
   }
   __device__ __forceinline__ void next(const DecodeParams& p, const int4& end) {
-    if (++group == p.num_groups) {
+    const bool wraps = ++group == p.num_groups;
+    if (wraps) {
       group = 0;
       ++sequence;
     }
-    enter(p, 0, end);
+    enter(p, 0, end, wraps);
   }
 
  private:
-  __device__ __forceinline__ void enter(const DecodeParams& p, int skipped, const int4& end) {
+  __device__ __forceinline__ void enter(const DecodeParams& p, int skipped, const int4& end, bool other_sequence) {
     const bool last = sequence == end.x && group == end.y;
     done = sequence > end.x || (sequence == end.x && group > end.y) || (last && end.z == 0) || sequence >= p.batch;
     if (done) return;
-    keys = visible_keys(p.seq_lens[sequence], p.num_queries, p.window);
+    // from L2: what a block reads before wait_predecessor() may lie in L1 as an earlier kernel found it
+    if (other_sequence) keys = visible_keys(__ldcg(p.seq_lens + sequence), p.num_queries, p.window);
     chunk = keys.first_chunk() + skipped;
     stop = keys.first_chunk() + (last ? end.z : keys.num_chunks());
   }
@@ -86,6 +90,8 @@ struct Loader {
   }
 
   // The next chunk into the stage at `stage` (this warp's K tile; V lies kWarps tiles on). Always commits one group.
+  // kAhead: wait_predecessor() may be still to come, and comes here if the predecessor writes some of these keys.
+  template <bool kAhead = false>
   __device__ __forceinline__ void issue(const DecodeParams& p, const int4& end, uint32_t stage) {
     if (!walk.done) {
       const int from = walk.chunk - base;
@@ -93,6 +99,7 @@ struct Loader {
       const int inner_now = __shfl_sync(0xffffffffu, inner, from);
       const int key = first_key(walk.chunk);
       if (key < walk.keys.end && key + kTileKeys > walk.keys.begin) {
+        if (kAhead && p.follows_write && key + kTileKeys > walk.keys.end - p.num_queries) wait_predecessor();
         const int head = walk.group / p.groups_per_kv;
         const char* k = p.k_cache + block_now * p.k_block_bytes + head * p.k_head_bytes +
                         static_cast<int64_t>(inner_now) * p.k_key_bytes;
@@ -134,7 +141,7 @@ struct Loader {
     if (mine < walk.stop && key < walk.keys.end && key + kTileKeys > walk.keys.begin) {
       const int place = key / p.block_size;
       inner = key - place * p.block_size;
-      block = p.block_table[walk.sequence * p.table_stride + place];
+      block = __ldcg(p.block_table + walk.sequence * p.table_stride + place);
     }
   }
 

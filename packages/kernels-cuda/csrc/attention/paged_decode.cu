@@ -52,6 +52,7 @@ DecodeParams params_of(const LamellaPagedDecode& w) {
   p.scale = w.scale;
   p.softcap = w.softcap;
   p.q_bf16 = static_cast<Elem>(w.q_elem) == Elem::bf16;
+  p.follows_write = w.follows_write != 0;
   const int64_t slots = 2 * w.num_parts;
   p.partial_out = w.workspace;
   p.partial_stats = reinterpret_cast<float2*>(w.workspace + slots * p.group_rows * w.head_dim);

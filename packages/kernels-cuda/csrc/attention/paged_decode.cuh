@@ -1,5 +1,6 @@
 // A block of four warps takes its part of the schedule: pairs of (sequence, kv head and up to 64 of its query rows), 64
-// keys at a time, loaded some stages ahead across the borders of pairs.
+// keys at a time, loaded some stages ahead across the borders of pairs. After a kernel that writes the step's new keys
+// the first stages are loaded while it runs still, all but the tiles with new keys.
 //
 //   rows <= 16: each warp has all the rows and its own 16 keys of a chunk, its own softmax and its own pace; the warps'
 //               sums meet at the end of a pair
@@ -354,6 +355,14 @@ __device__ __forceinline__ void store_tile(const DecodeParams& p, const Walk& wa
   }
 }
 
+// Returns what was counted before. What the block wrote before its last barrier is seen by whom the count tells of it,
+// and one fence of one thread does it: each costs a way to the L2 cache.
+__device__ __forceinline__ int count_one(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // kRowWarps: 1 or 4 of the four warps share the rows, the others the keys.
 template <class T, bool kFp8, int D, int kRowWarps>
 __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const __grid_constant__ DecodeParams p) {
@@ -371,17 +380,24 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const __grid_
   int* is_last = reinterpret_cast<int*>(stats + kWarps * 16);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  wait_predecessor();
-  launch_successor();
-  const int4 begin = reinterpret_cast<const int4*>(p.schedule)[blockIdx.x];
-  const int4 end = reinterpret_cast<const int4*>(p.schedule)[blockIdx.x + 1];
+  if (!p.follows_write) {
+    wait_predecessor();
+    launch_successor();
+  }
+  const int4* parts = reinterpret_cast<const int4*>(p.schedule);
+  const int4 begin = __ldcg(parts + blockIdx.x), end = __ldcg(parts + blockIdx.x + 1);
+  const int4 behind = __ldcg(parts + p.num_parts);
   if (begin.x >= p.batch) return;
 
   const uint32_t ring = shared_offset(shared), own = ring + warp * Ring::kTileBytes;
   Ring loader;
   loader.start(p, begin, end);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) loader.issue(p, end, own + i * Ring::kStageBytes);
+#pragma unroll 1  // less code to fetch before the first load
+  for (int i = 0; i < kStages - 1; ++i) loader.template issue<true>(p, end, own + i * Ring::kStageBytes);
+  if (p.follows_write) {  // only now, so that a successor may rely on all that is older than this kernel
+    wait_predecessor();
+    launch_successor();
+  }
 
   uint32_t stage = 0, free_stage = (kStages - 1) * Ring::kStageBytes;  // offsets in the ring
   Walk walk;
@@ -416,8 +432,7 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const __grid_
 
     const int num_chunks = walk.keys.num_chunks(), taken = walk.stop - walk.keys.first_chunk();
     const bool cut = skipped > 0 || taken < num_chunks;
-    const Cut how(blockIdx.x, begin.w, skipped, cut ? taken : 0, num_chunks);
-    const int slot = cut ? how.slot : -1;
+    const int slot = cut ? slot_of(blockIdx.x, skipped) : -1;
     if constexpr (kRowWarps == 1) {
       if (lane % 4 == 0) {
 #pragma unroll
@@ -434,19 +449,18 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const __grid_
       store_tile(p, walk, tile, rows, slot);
     }
     if (cut) {
-      __threadfence();
+      const Cut how({static_cast<uint32_t>(behind.w), static_cast<uint32_t>(behind.y)}, blockIdx.x, skipped, taken,
+                    num_chunks);
       __syncthreads();
       if (threadIdx.x == 0) {
         int* counter = p.schedule + 4 * (static_cast<int64_t>(p.num_parts) + 1) +
                        static_cast<int64_t>(walk.sequence) * p.num_groups + walk.group;
-        *is_last = atomicAdd(counter, 1) == how.splits - 1;
-        if (*is_last) *counter = 0;  // for the next kernel
+        const bool last = count_one(counter) == how.splits - 1;
+        *is_last = last;
+        if (last) *counter = 0;  // for the next kernel
       }
       __syncthreads();
-      if (*is_last) {
-        __threadfence();
-        combine<T, kFp8, D>(p, walk.sequence, walk.group, how);
-      }
+      if (*is_last) combine<T, kFp8, D>(p, walk.sequence, walk.group, how);
       __syncthreads();
     }
   }

@@ -25,6 +25,9 @@ struct LamellaPagedDecode {
   int32_t k_scale_stride, v_scale_stride;  // 0 for one scale, 1 for one per kv head
   float scale, softcap;        // softcap 0: none
   int32_t q_elem, cache_elem;  // f16 or bf16; the same, or f8e4m3
+  // Not 0: the kernel before this one on the stream is lamella_rope_write() of this step, and what is read beside q and
+  // the num_queries newest keys of each sequence was written before that one. Reading then begins while it runs.
+  int32_t follows_write;
 };
 
 // out = softmax(scale * q k) v over the keys that a query sees. A query that sees none gives 0 and lse -inf. Head dims

@@ -65,7 +65,8 @@ void paged_decode(const TensorView& out, const TensorView& q, const TensorView& 
                   const TensorView& block_table, const TensorView& seq_lens, const TensorView& schedule,
                   const TensorView& workspace, double scale, int64_t window, double softcap,
                   const std::optional<TensorView>& sinks, const std::optional<TensorView>& k_scale,
-                  const std::optional<TensorView>& v_scale, const std::optional<TensorView>& lse) {
+                  const std::optional<TensorView>& v_scale, const std::optional<TensorView>& lse,
+                  bool follows_write) {
   check(q, "q", {DType::bf16, DType::f16}, {-1, -1, -1, -1});
   check_aligned(q, "q");
   const int64_t batch = q.shape[0], num_queries = q.shape[1], num_heads = q.shape[2], head_dim = q.shape[3];
@@ -141,6 +142,7 @@ void paged_decode(const TensorView& out, const TensorView& q, const TensorView& 
   what.softcap = static_cast<float>(softcap);
   what.q_elem = elem_of(q.dtype);
   what.cache_elem = elem_of(k_cache.dtype);
+  what.follows_write = follows_write;
   const OnDevice on(q);
   succeed(lamella_paged_decode(&what, on.stream), "paged_decode");
 }
@@ -199,7 +201,7 @@ void bind_attention(py::module_& m) {
   m.def("paged_decode", &paged_decode, py::arg("out"), py::arg("q"), py::arg("k_cache"), py::arg("v_cache"),
         py::arg("block_table"), py::arg("seq_lens"), py::arg("schedule"), py::arg("workspace"), py::arg("scale"),
         py::arg("window"), py::arg("softcap"), py::arg("sinks"), py::arg("k_scale"), py::arg("v_scale"),
-        py::arg("lse"));
+        py::arg("lse"), py::arg("follows_write"));
   m.def("merge_states", &merge_states, py::arg("out"), py::arg("out_lse"), py::arg("first"), py::arg("first_lse"),
         py::arg("rest"), py::arg("rest_lse"));
 }

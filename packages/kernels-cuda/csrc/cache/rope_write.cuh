@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kRopeThreads) rope_write_kernel(const LamellaR
   }
   const bool has_first = first < num_vecs, has_second = second < num_vecs;
   wait_predecessor();
-  launch_successor();
+  launch_successor();  // not before the wait: paged decode behind this one may read what is older (its follows_write)
 
   int64_t block, place;
   const bool writes = slot_of(p, token, block, place);

@@ -75,6 +75,7 @@ def paged_decode(
     workspace: torch.Tensor | None = None,  # [paged_decode_workspace_size()] uint8
     out: torch.Tensor | None = None,  # [batch, num_queries, num_heads, head_dim]
     lse: torch.Tensor | None = None,  # [batch, num_queries, num_heads] float32, natural logarithm
+    follows_write: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * q k) v over the keys in the cache, for 1 to 8 new tokens per sequence, their keys included.
 
@@ -84,10 +85,15 @@ def paged_decode(
     sequences' keys, NaN too, has no effect. A [num_blocks, block_size, num_kv_heads, head_dim] cache goes in as its
     transpose(1, 2). Head dims 64, 80, 96, 128, 192, 256; block sizes are multiples of 16. The same input gives the same
     bits. ValueError names the argument that does not fit.
+
+    follows_write: the kernel right before this one on the stream is rope_write() or kv_write() of the new tokens;
+    schedule, which is then given, seq_lens, block_table and all older keys were written before that. Loading begins
+    while it runs.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     if schedule is None:
+        follows_write = False  # what comes before is the schedule
         schedule = decode_schedule(seq_lens, num_heads, num_kv_heads, num_queries=num_queries, window=window)
     if workspace is None:
         # a schedule tells how many parts it has by its size
@@ -102,7 +108,7 @@ def paged_decode(
         v_cache = v_cache.view(torch.uint8)
     native().paged_decode(
         out, q, k_cache, v_cache, block_table, seq_lens, schedule, workspace,
-        scale, window, softcap, sinks, k_scale, v_scale, lse,
+        scale, window, softcap, sinks, k_scale, v_scale, lse, follows_write,
     )  # fmt: skip
     return out
 
