@@ -215,16 +215,13 @@ class Bench:
             self._waited_s += time.perf_counter() - started
 
     def _graph_nodes(self, batch: int) -> Row:
-        """Nodes of the two recordings that a step of so many sequences replays, where the driver tells. They were made
-        from the largest size down."""
-        runner = self.core._executor._worker.runner
-        nodes = getattr(getattr(runner.platform, "recorder", None), "num_nodes", [])
-        sizes = sorted(runner.config.graph_rows, reverse=True)
-        fitting = [n for n, size in enumerate(sizes) if size >= batch]
-        if not fitting or len(nodes) != 2 * len(sizes) or min(nodes) < 0:
+        """Nodes of the two recordings that a step of so many sequences replays, where the driver tells."""
+        graphs = self.core._executor._worker.runner._graphs
+        parts = [graphs.num_nodes(part) for part in ("logits", "sample")]
+        fitting = [size for size in sorted(parts[0]) if size >= batch]
+        if not fitting or fitting[0] not in parts[1]:
             return {}
-        last = 2 * fitting[-1]
-        return {"graph_nodes": sum(nodes[last : last + 2]), "graph_rows": sizes[fitting[-1]]}
+        return {"graph_nodes": sum(part[fitting[0]] for part in parts), "graph_rows": fitting[0]}
 
     def _traced(self, step_s: float) -> Row:
         """Kernels per step and the share of time in which one runs, by the profiler, which slows the host down: idle

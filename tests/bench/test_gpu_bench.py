@@ -138,14 +138,14 @@ def test_nodes_are_those_of_the_size_that_is_replayed() -> None:
         def __init__(self, **fields: Any) -> None:
             self.__dict__.update(fields)
 
-    recorder = Fields(num_nodes=[80, 3, 40, 2, 10, 1])
-    runner = Fields(platform=Fields(recorder=recorder), config=Fields(graph_rows=(1, 4, 8)))
+    nodes = {"logits": {1: 10, 4: 40, 8: 80}, "sample": {1: 1, 4: 2, 8: 3}}
+    runner = Fields(_graphs=Fields(num_nodes=nodes.__getitem__))
     bench.core = Fields(_executor=Fields(_worker=Fields(runner=runner)))
     assert bench._graph_nodes(1) == {"graph_nodes": 11, "graph_rows": 1}
     assert bench._graph_nodes(3) == {"graph_nodes": 42, "graph_rows": 4}
     assert bench._graph_nodes(8) == {"graph_nodes": 83, "graph_rows": 8}
     assert bench._graph_nodes(9) == {}
-    recorder.num_nodes[0] = -1
+    nodes["logits"] = {}
     assert bench._graph_nodes(1) == {}
 
 

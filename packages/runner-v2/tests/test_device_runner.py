@@ -41,7 +41,9 @@ def device() -> Iterator[FakeDevice]:
         yield platform
 
 
-def load(model: TinyModel, device: FakeDevice, graph_rows: tuple[int, ...] = (1, 2, 4, 8), **options: Any) -> ModelRunner:
+def load(
+    model: TinyModel, device: FakeDevice, graph_rows: tuple[int, ...] = (1, 2, 4, 8), **options: Any
+) -> ModelRunner:
     options = {"max_num_rows": 8, "num_threads": 1, "graph_rows": graph_rows, **FAKE_DEVICE, **options}
     return ModelRunner.load(model.path, platform=device, **options)
 
@@ -118,7 +120,9 @@ class Books:
                 del self.rows[row]
 
 
-def serve(model: TinyModel, device: FakeDevice, depth: int, graph_rows: tuple[int, ...], seed: int) -> dict[str, list[int]]:
+def serve(
+    model: TinyModel, device: FakeDevice, depth: int, graph_rows: tuple[int, ...], seed: int
+) -> dict[str, list[int]]:
     """Sequences come and go; chunks and decoding rows mix in any order."""
     rng = random.Random(seed)
     books = Books(load(model, device, graph_rows), depth)
@@ -258,7 +262,12 @@ class TestWrites:
             assert tensor.numpy().tolist() == expected.tolist()
 
     def test_uploads_keep_types_and_shapes(self) -> None:
-        arrays = [np.arange(3, dtype=np.int64), np.ones((2, 3), np.bool_), np.zeros((4, 0), np.int64), np.arange(5, dtype=np.int32)]
+        arrays = [
+            np.arange(3, dtype=np.int64),
+            np.ones((2, 3), np.bool_),
+            np.zeros((4, 0), np.int64),
+            np.arange(5, dtype=np.int32),
+        ]
         for array, tensor in zip(arrays, StagedWrites("cpu").upload(arrays), strict=True):
             assert tensor.numpy().dtype == array.dtype
             assert tensor.shape == array.shape

@@ -44,6 +44,8 @@ class TestGraphCache:
         recorded: list[int] = []
 
         class Recorder:
+            last_num_nodes = 7
+
             def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
                 place = len(recorded)
                 recorded.append(call())
@@ -61,6 +63,7 @@ class TestGraphCache:
             ("replayed", 0),
         ]
         assert len(cache) == 2
+        assert cache.num_nodes("logits") == {1: 7}
         cache.clear()
         assert cache.run(one, lambda: "again") == "again"
 

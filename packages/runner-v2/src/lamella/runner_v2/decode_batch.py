@@ -54,7 +54,8 @@ class DecodeBatches:
         """What _rows holds, or will after the next flush."""
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._tables_of_step = [
-            torch.full((most, tables.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device) for _ in range(len(tables))
+            torch.full((most, tables.max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+            for _ in range(len(tables))
         ]
 
     def size_for(self, num_rows: int) -> int | None:

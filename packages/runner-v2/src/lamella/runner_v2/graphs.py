@@ -28,6 +28,9 @@ class GraphKey(NamedTuple):
 class Recorder(Protocol):
     """A device's way to record a step."""
 
+    last_num_nodes: int
+    """Kernels and copies in the last recording; 0: not known."""
+
     def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Run the call once, recording it; the result replays it and returns the same (refilled) outputs."""
 
@@ -39,6 +42,7 @@ class GraphCache:
         """recorder: None runs every step eagerly."""
         self._recorder = recorder
         self._recordings: dict[GraphKey, Callable[[], Any]] = {}
+        self._num_nodes: dict[GraphKey, int] = {}
 
     @property
     def records(self) -> bool:
@@ -49,6 +53,11 @@ class GraphCache:
         """Run the call and keep its recording."""
         assert self._recorder is not None, "this device cannot record"
         self._recordings[key] = self._recorder.record(call)
+        self._num_nodes[key] = self._recorder.last_num_nodes
+
+    def num_nodes(self, part: Part) -> dict[int, int]:
+        """Number of rows -> nodes of the recording of this part, as far as the device tells."""
+        return {key.num_rows: count for key, count in self._num_nodes.items() if key.part == part and count}
 
     def run(self, key: GraphKey, call: Callable[[], T]) -> T:
         """Replay the step recorded under the key; without a recording run it eagerly."""
@@ -61,6 +70,7 @@ class GraphCache:
     def clear(self) -> None:
         """Drop the recordings: the memory that they name goes away."""
         self._recordings.clear()
+        self._num_nodes.clear()
 
     def __len__(self) -> int:
         return len(self._recordings)

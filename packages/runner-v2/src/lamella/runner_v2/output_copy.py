@@ -23,10 +23,16 @@ class OutputCopy:
     copy all the same, because its reader changes it."""
 
     def __init__(
-        self, ids: torch.Tensor, statuses: torch.Tensor, num_accepted: torch.Tensor, next_ids: torch.Tensor
+        self,
+        ids: torch.Tensor,  # [L]
+        statuses: torch.Tensor,  # [L]
+        num_accepted: torch.Tensor | None = None,  # [S]
+        next_ids: torch.Tensor | None = None,  # [S]
     ) -> None:
-        """Begin to copy."""
-        tensors = (ids, statuses, num_accepted, next_ids)
+        """Begin to copy. Without the last two no row checked drafts, and ids are what comes next."""
+        tensors = (
+            (ids, statuses) if num_accepted is None or next_ids is None else (ids, statuses, num_accepted, next_ids)
+        )
         self._event: torch.Event | None = None
         if ids.is_cuda:
             self._copies = tuple(_to_pinned(t) for t in tensors)
@@ -39,7 +45,8 @@ class OutputCopy:
         """The result, once it is there."""
         if self._event is not None:
             self._event.synchronize()
-        ids, statuses, num_accepted, next_ids = (t.numpy() for t in self._copies)
+        ids, statuses, *drafted = (t.numpy() for t in self._copies)
+        num_accepted, next_ids = drafted if drafted else (np.zeros(len(ids), np.int32), ids.copy())
         return HostResult(ids, statuses, num_accepted, next_ids)
 
 

@@ -110,12 +110,11 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self.num_nodes: list[int] = []
-        """Of each recording, in order; -1 where the driver does not tell."""
+        self.last_num_nodes = 0
 
     def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._stream.wait_stream(current)
@@ -125,7 +124,7 @@ class CudaRecorder:
                 outputs = call()
             finally:
                 graph.capture_end()
-        self.num_nodes.append(_count_nodes(graph))
+        self.last_num_nodes = _count_nodes(graph)
         graph.instantiate()
         current.wait_stream(self._stream)
         if self._pool is None:
@@ -143,9 +142,9 @@ def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_size_t(0)
         code = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
-        return -1 if code else int(count.value)
+        return 0 if code else int(count.value)
     except (OSError, AttributeError):
-        return -1
+        return 0
 
 
 def pick_platform(config: RunnerConfig) -> Platform:

@@ -75,15 +75,23 @@ def spread_ids(num_tokens: int, vocab_size: int) -> torch.Tensor:
 
 
 def _run(assembly: Assembly, inputs: ModelInput, logits_idx: torch.Tensor) -> PrefillProfile:
-    times = [time.perf_counter()]
+    device = inputs.token_ids.device
+    times = [_now(device)]
 
     def stamp(layer_idx: int, carried: Carried) -> None:
-        times.append(time.perf_counter())
+        times.append(_now(device))
 
     carried = assembly.model.embed(inputs)
-    times.append(time.perf_counter())
+    times.append(_now(device))
     carried = LayerStack(assembly.model.layers, Hooks(after=(stamp,))).run(carried, inputs)
     assembly.model.finish(carried, logits_idx)
-    times.append(time.perf_counter())
+    times.append(_now(device))
     embed_s, *layers_s, finish_s = (end - start for start, end in pairwise(times))
     return PrefillProfile(len(inputs.token_ids), times[-1] - times[0], embed_s, tuple(layers_s), finish_s)
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -189,15 +189,23 @@ class ModelRunner:
         """Memory of the allocated caches."""
         return pool_bytes(self._caches)
 
+    def device_facts(self) -> dict[str, str]:
+        """What was recorded on the device, by name; nothing on a CPU."""
+        nodes = self._graphs.num_nodes("logits")
+        if not nodes:
+            return {}
+        return {
+            "recorded batches": ", ".join(str(size) for size in sorted(nodes)),
+            "graph nodes per step": ", ".join(f"{size}: {nodes[size]}" for size in sorted(nodes)),
+        }
+
     def report(self) -> RankReport:
         """What the scheduler must know before KV is allocated. free_bytes leaves room for a step's activations."""
         drafting = self._drafting
         return RankReport(
             rank=self.config.tp_rank,
             groups=self._assembly.groups,
-            free_bytes=self.platform.free_bytes(
-                self._largest_step, activation_bytes(self.config, self.model_config)
-            ),
+            free_bytes=self.platform.free_bytes(self._largest_step, activation_bytes(self.config, self.model_config)),
             weight_bytes=self._assembly.store.total_bytes,
             vocab_size=self.model_config.vocab_size,
             device=self.config.device,
@@ -303,17 +311,14 @@ class ModelRunner:
         rows_of_logits = self._builder.logits_rows(layout, layout.draft_tokens)
         self._state.plan_ahead(layout.rows, layout.query_lens)
         if not masks and self._sampler.is_plain(rows_of_logits.rows):
-            ids, status = self._graphs.run(
-                GraphKey("sample", size), partial(self._decode_sample, batch, logits)
-            )
+            ids, status = self._graphs.run(GraphKey("sample", size), partial(self._decode_sample, batch, logits))
             ids, status = ids[: layout.num_rows], status[: layout.num_rows]
-            return pending._replace(copy=OutputCopy(ids, status, torch.zeros_like(ids), ids))
+            return pending._replace(copy=OutputCopy(ids, status))
         self._settle()
         sample = self._sampler.sample(logits[: layout.num_rows].float(), rows_of_logits, masks)
         steps, sampled = layout.device_query_lens, layout.device_sampled
         self._state.advance(layout.device_rows, steps, sampled, sample.ids)
-        copy = OutputCopy(sample.ids, sample.status, torch.zeros_like(sample.ids), sample.ids)
-        return pending._replace(copy=copy, logprobs=sample.logprobs)
+        return pending._replace(copy=OutputCopy(sample.ids, sample.status), logprobs=sample.logprobs)
 
     def _decode_logits(self, size: int) -> tuple[DecodeStep, torch.Tensor]:
         """The first part of a recorded step."""
@@ -370,9 +375,7 @@ class ModelRunner:
         batch = self._builder.build(layout)
         inputs = batch.inputs
         carried = self._forward(inputs, self._caches)
-        pending = pending._replace(
-            prompt_logprobs=self._prompt_scores.compute(layout, carried, self._assembly.model)
-        )
+        pending = pending._replace(prompt_logprobs=self._prompt_scores.compute(layout, carried, self._assembly.model))
         if not len(layout.sampled):
             state.plan_ahead(layout.rows, layout.query_lens)
             no_ids = layout.draft_tokens.new_empty(0, dtype=torch.int32)
@@ -386,11 +389,12 @@ class ModelRunner:
             num_accepted, next_ids = self._drafting.verify(ids, batch.drafts, layout)
             steps = layout.device_query_lens - layout.device_verify_lens
             steps[layout.device_sampled] += num_accepted
+            copy = OutputCopy(ids, status, num_accepted, next_ids)
         else:
-            num_accepted, next_ids = torch.zeros_like(ids), ids
-            steps = layout.device_query_lens
+            next_ids, steps = ids, layout.device_query_lens
+            copy = OutputCopy(ids, status)
         state.advance(layout.device_rows, steps, layout.device_sampled, next_ids)
-        return pending._replace(copy=OutputCopy(ids, status, num_accepted, next_ids), logprobs=logprobs)
+        return pending._replace(copy=copy, logprobs=logprobs)
 
     def _sample(
         self, logits: torch.Tensor, layout: BatchLayout, batch: StepBatch, masks: Sequence[Mask]

@@ -94,7 +94,7 @@ class Worker:
         """An operation between steps; results are plain data.
 
         stats()                       totals since open, and memory
-        explain()                     op table, attention backend, KV groups
+        explain()                     op table, attention backend, KV groups, what the device recorded
         profile(num_tokens)           seconds of a prompt chunk, by part
         measure_prefill(num_tokens, context_len)
                                       seconds of a prompt chunk behind so many tokens
@@ -137,6 +137,7 @@ class Worker:
             "ops": [choice._asdict() for choice in assembly.table.explain()],
             "attention": {"backend": backend.backend.name, "refused": dict(backend.refused)},
             "groups": [group._asdict() for group in assembly.groups],
+            "device": self.runner.device_facts(),
         }
 
     def _profile(self, num_tokens: int = 512) -> dict[str, Any]:

@@ -27,8 +27,9 @@ log = logging.getLogger("lamella.executor")
 class Worker(Protocol):
     """One rank. Every method is called by one thread at a time."""
 
-    runs_behind: bool
-    """launch() and finish() serve; known once it is open."""
+    @property
+    def runs_behind(self) -> bool:
+        """launch() and finish() serve; known once it is open."""
 
     def open(self) -> RankReport: ...
     def allocate(self, layout: KvLayout) -> None: ...

@@ -49,6 +49,7 @@ class RerunRecorder:
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_replayed = 0
+        self.last_num_nodes = 0
 
     def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
         self.num_recorded += 1

@@ -1,10 +1,11 @@
 """`chained_layer` of the CUDA provider.
 
-Few tokens, bfloat16, dense: six kernels. The norms have none of their own: who writes the residual stream also writes
-it times the next norm's weight ("scaled") and leaves sums of squares, by which the next product divides its result.
+Few tokens, bfloat16, dense: seven kernels. Behind the MLP the norm has none of its own: who writes the residual stream
+also writes it times the next norm's weight ("scaled") and leaves sums of squares, by which the next product divides its
+result.
 
-    qkv (squares) ─ rope, write ─ attention ─ o + residual ─ gate_up (squares), activation ─ down + residual ─┐
-                                               └ scaled, squares ┘                            next layer's qkv ┘
+    qkv (squares) ─ rope, write ─ attention ─ o ─ + residual, norm ─ gate_up, activation ─ down + residual ─┐
+                                                                  next layer's qkv └ scaled, squares ───────┘
 
 Otherwise norms are kernels, which add the residual too, and long products are cuBLAS's. In float16 the norms are never
 fused: the residual stream times a norm's weight, before it is divided, need not fit.
@@ -185,7 +186,13 @@ def _attend(x: Ahead, plan: CudaPlan, cache: LayerCache, handle: _Layer) -> torc
         qkv = product(kernels, x.x, handle.qkv)
     else:
         qkv = kernels.linear(
-            x.x, handle.qkv.weight, handle.qkv.workspace, bias=handle.qkv.bias, squares_in=x.squares, eps=handle.eps
+            x.x,
+            handle.qkv.weight,
+            handle.qkv.workspace,
+            bias=handle.qkv.bias,
+            squares_in=x.squares,
+            eps=handle.eps,
+            prefetch=handle.o.weight,  # attention leaves time for it
         )
     heads = qkv.view(num_tokens, -1, handle.head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -211,23 +218,13 @@ def _attend(x: Ahead, plan: CudaPlan, cache: LayerCache, handle: _Layer) -> torc
 
 
 def _finish_fused(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _Mlp) -> Ahead | None:
-    """o, gate_up and down, each with what surrounds it."""
+    """gate_up and down with what surrounds them. o is cuBLAS's: behind attention no weights can be loaded ahead, and
+    there the own kernel, which sums its parts through memory, is the slower one."""
     kernels = handle.kernels
-    x, squares = _room(hidden)
-    kernels.linear(
-        attended,
-        handle.o.weight,
-        handle.o.workspace,
-        bias=handle.o.bias,
-        residual=hidden,
-        gain=handle.mlp_norm,
-        scaled_out=x,
-        squares_out=squares,
-        out=hidden,
+    x = kernels.rms_norm(
+        F.linear(attended, handle.o.weight, handle.o.bias), handle.mlp_norm, handle.eps, residual=hidden
     )
-    inner = kernels.linear(
-        x, mlp.gate_up.weight, mlp.gate_up.workspace, activation=handle.activation, squares_in=squares, eps=handle.eps
-    )
+    inner = kernels.linear(x, mlp.gate_up.weight, mlp.gate_up.workspace, activation=handle.activation)
     ahead = None if handle.next_norm is None else Ahead(*_room(hidden))
     kernels.linear(
         inner,

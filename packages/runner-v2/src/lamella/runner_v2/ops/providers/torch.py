@@ -144,7 +144,7 @@ class TorchProvider:
         if any(bias is not None for bias in biases):
             packed["bias"] = torch.cat(
                 [
-                    torch.zeros(part.shape[0]) if bias is None else bias.data.float()
+                    torch.zeros(part.shape[0], device=part.data.device) if bias is None else bias.data.float()
                     for part, bias in zip(weights, biases, strict=True)
                 ]
             )
