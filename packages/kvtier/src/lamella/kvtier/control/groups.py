@@ -107,6 +107,11 @@ class GroupBlocks:
         assert block_id is not None
         return block_id
 
+    def find_all(self, keys: Sequence[Key]) -> list[int]:
+        """find() of each."""
+        found = self.index.find_all(keys)
+        return [self.find(key) for key in keys] if found is None else found
+
     def forget(self, block_id: int) -> None:
         """The block's content is about to be overwritten: it can no longer be hit."""
         key = self.index.key_of(block_id)

@@ -179,7 +179,7 @@ class TierManager:
             if chain is None:
                 found = []
             elif hit == device:
-                found = [group.find(chain.keys[n]) for n in range(left, hit)]
+                found = group.find_all(chain.keys[left:hit])
             else:
                 places = [n for n in range(left, hit) if chain.keys[n] not in group.index]
                 found = [group.find(key) for key in chain.keys[left:hit] if key in group.index]
@@ -187,7 +187,7 @@ class TierManager:
             new = group.num_new(num_tokens + spare_len, end + spare_len, hit)
             if wanted:
                 new += len(wanted[-1][1])
-            free = pool.num_free - sum(1 for block in found if pool.is_candidate(block))
+            free = pool.num_free - pool.num_candidates(found)
             if free - new < headroom:
                 self.counters.refused += 1
                 return None
@@ -197,8 +197,7 @@ class TierManager:
         left_of: list[int] = []
         states = States([], []) if self._states.groups else None
         for group, found, new in zip(self._all, shared, missing):
-            for block in found:
-                group.pool.share(block)
+            group.pool.share_all(found)
             taken = group.pool.take(new)
             self._shelf.note_evictions(group)
             if wanted:
@@ -365,9 +364,7 @@ class TierManager:
         for group, table in zip(self._groups, holding.tables):
             if discard:
                 self._shelf.disown(group, table)
-            for block in reversed(table):
-                if block != NULL_BLOCK:
-                    self._shelf.drop(group, block, last_step)
+            self._shelf.drop_all(group, [block for block in reversed(table) if block != NULL_BLOCK], last_step)
 
     def holds(self, sequence: SequenceId) -> bool:
         return sequence in self._holdings

@@ -11,7 +11,7 @@ block is neither free nor a candidate, whatever its references.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 FREE: Final = 0
@@ -26,6 +26,8 @@ class Eviction(Protocol):
     def remove(self, block_id: int) -> None: ...
     def touch(self, block_id: int) -> None: ...
     def pick(self) -> int: ...
+    def add_all(self, block_ids: Iterable[int]) -> None: ...
+    def remove_all(self, block_ids: Iterable[int]) -> None: ...
     def __len__(self) -> int: ...
     def __contains__(self, block_id: int) -> bool: ...
     def __iter__(self) -> Iterator[int]: ...
@@ -87,6 +89,19 @@ class Pool:
             self._candidates.remove(block_id)
         self.refs[block_id] += 1
 
+    def share_all(self, block_ids: Sequence[int]) -> None:
+        """share() of each; prefixes have hundreds of blocks, and someone waits for them."""
+        refs, pins, state = self.refs, self.pins, self.state
+        self._candidates.remove_all([b for b in block_ids if refs[b] == 0 and pins[b] == 0])
+        for block_id in block_ids:
+            assert state[block_id] == SEALED, f"block {block_id} is shared before it is sealed"
+            refs[block_id] += 1
+
+    def num_candidates(self, block_ids: Sequence[int]) -> int:
+        """How many of these could be reused now: sealed blocks that nobody holds."""
+        refs, pins, state = self.refs, self.pins, self.state
+        return len([b for b in block_ids if refs[b] == 0 and pins[b] == 0 and state[b] == SEALED])
+
     def is_candidate(self, block_id: int) -> bool:
         return block_id in self._candidates
 
@@ -108,12 +123,34 @@ class Pool:
             self.last_step[block_id] = last_step
         return refs == 0
 
+    def unref_all(self, block_ids: Sequence[int], last_step: int) -> list[int]:
+        """unref() of each; those that nobody references now."""
+        refs = self.refs
+        free: list[int] = []
+        for block_id in block_ids:
+            left = refs[block_id] - 1
+            assert left >= 0, f"block {block_id} has no reference to drop"
+            refs[block_id] = left
+            if left == 0:
+                free.append(block_id)
+        for block_id in free:
+            self.last_step[block_id] = last_step
+        return free
+
     def keep(self, block_id: int) -> None:
         """An unreferenced, unpinned, sealed block can be hit until it is reused."""
         assert self.state[block_id] == SEALED
         assert self.refs[block_id] == 0
         assert self.pins[block_id] == 0
         self._candidates.add(block_id)
+
+    def keep_all(self, block_ids: Sequence[int]) -> None:
+        """keep() of each, in this order."""
+        refs, pins, state = self.refs, self.pins, self.state
+        for block_id in block_ids:
+            assert state[block_id] == SEALED
+            assert refs[block_id] == pins[block_id] == 0
+        self._candidates.add_all(block_ids)
 
     def refresh(self, block_id: int) -> None:
         """Make a candidate the last one to be reused."""

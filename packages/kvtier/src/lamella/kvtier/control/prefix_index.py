@@ -42,6 +42,13 @@ class PrefixIndex:
         """The first block with this content."""
         return self._first.get(key)
 
+    def find_all(self, keys: Sequence[Key]) -> list[int] | None:
+        """The blocks with these contents, which must be here; None where some content may have several."""
+        if self._copies:
+            return None
+        first = self._first
+        return [first[key] for key in keys]
+
     def match(self, keys: Sequence[Key], max_blocks: int) -> int:
         """first_missing() of this index; full groups only."""
         return first_missing(keys, max_blocks, self._first)
@@ -52,6 +59,11 @@ class PrefixIndex:
         if first is None:
             return []
         return [first, *self._copies.get(key, ())]
+
+    @property
+    def any_copies(self) -> bool:
+        """Whether any content has several blocks."""
+        return bool(self._copies)
 
     def has_copies(self, key: Key) -> bool:
         return key in self._copies

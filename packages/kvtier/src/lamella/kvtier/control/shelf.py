@@ -10,6 +10,7 @@ Every change of what can be hit is noted as an event here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from lamella.kvtier.control.groups import GroupBlocks
 from lamella.kvtier.control.pool import FILLING
@@ -44,10 +45,34 @@ class Shelf:
         if not pool.unref(block, last_step):
             return
         self.num_released += 1
-        if pool.pins[block]:
+        if not pool.pins[block]:
+            self._put_back(group, block)
+
+    def drop_all(self, group: GroupBlocks, blocks: Sequence[int], last_step: int) -> None:
+        """drop() of each, in this order: sequences have hundreds of blocks, and whoever waits for the last token of one
+        waits for this."""
+        pool, index = group.pool, group.index
+        released = pool.unref_all(blocks, last_step)
+        self.num_released += len(released)
+        if index.any_copies:  # what is done for one block may touch others
+            for block in released:
+                if not pool.pins[block]:
+                    self._put_back(group, block)
             return
-        if pool.state[block] == FILLING:
-            pool.discard(block)
+        state, pins, key_of = pool.state, pool.pins, index.key_of
+        kept = []
+        for block in released:
+            if pins[block]:
+                continue
+            if state[block] == FILLING or key_of(block) is None:
+                pool.discard(block)
+            else:
+                kept.append(block)
+        pool.keep_all(kept)
+
+    def _put_back(self, group: GroupBlocks, block: int) -> None:
+        if group.pool.state[block] == FILLING:
+            group.pool.discard(block)
         else:
             self.shelve(group, block)
 

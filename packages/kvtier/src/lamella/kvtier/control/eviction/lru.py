@@ -7,7 +7,7 @@ A sequence's blocks are added in reverse order of position, so a tail goes befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _OUT = -1
 
@@ -43,6 +43,35 @@ class Lru:
         self._prev[after] = before
         self._next[block_id] = self._prev[block_id] = _OUT
         self._len -= 1
+
+    def add_all(self, block_ids: Iterable[int]) -> None:
+        """add() of each, in this order."""
+        links_next, links_prev = self._next, self._prev
+        last = links_prev[0]
+        count = 0
+        for block_id in block_ids:
+            assert links_next[block_id] == _OUT, f"block {block_id} is already a candidate"
+            links_next[last] = block_id
+            links_prev[block_id] = last
+            links_next[block_id] = 0  # so that none can come twice
+            last = block_id
+            count += 1
+        links_prev[0] = last
+        self._len += count
+
+    def remove_all(self, block_ids: Iterable[int]) -> None:
+        """remove() of each."""
+        links_next, links_prev = self._next, self._prev
+        count = 0
+        for block_id in block_ids:
+            after, before = links_next[block_id], links_prev[block_id]
+            assert block_id != 0, "the null block is never a candidate"
+            assert after != _OUT, f"block {block_id} is not a candidate"
+            links_next[before] = after
+            links_prev[after] = before
+            links_next[block_id] = links_prev[block_id] = _OUT
+            count += 1
+        self._len -= count
 
     def touch(self, block_id: int) -> None:
         """Make a member the most recent one."""
