@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.kvtier import Extras, KeyChain, Media
+from lamella.kvtier import Extras, KeyChain, Media, keys
 from lamella.kvtier.keys import KEY_BYTES, block_key, root_key
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -27,6 +29,12 @@ def test_a_chain_is_the_same_however_it_is_extended(ids: list[int], cuts: list[i
     assert grown.keys == expected
     assert all(len(key) == KEY_BYTES for key in grown.keys)
     assert len(set(grown.keys)) == len(grown.keys)
+
+
+@given(ids=st.lists(st.integers(0, 2**32 - 1), max_size=40), size=st.integers(1, 9), compiled=st.booleans())
+def test_packed_ids_give_the_keys_of_a_list(ids: list[int], size: int, compiled: bool) -> None:
+    with mock.patch("lamella.kvtier.keys.native", keys.native if compiled else None):
+        assert KeyChain(size).extend(array("I", ids)) == KeyChain(size).extend(ids)
 
 
 def test_extend_up_to_leaves_the_rest_without_keys() -> None:

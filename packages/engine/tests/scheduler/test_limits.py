@@ -29,6 +29,7 @@ def check(prompt: list[int], max_tokens: int = 1, config: SchedulerConfig = CONF
         ([1] * 60, 1, "prompt", "60 tokens, but the context of 60 tokens holds 59"),
         ([1, 100], 1, "prompt", "token id 100, valid ids are 0 to 99"),
         ([-1, 5], 1, "prompt", "token id -1"),
+        ([5, 2**40], 1, "prompt", "token id 1099511627776"),
         ([1] * 10, 29, "max_tokens", "up to 39 tokens need 11 KV blocks of 4 tokens, but only 10 exist"),
         ([1] * 10, 999, "max_tokens", "up to 60 tokens need 16 KV blocks of 4 tokens, but only 10 exist"),
         ([1] * 39, 1, "prompt", "up to 40 tokens need 11 KV blocks"),

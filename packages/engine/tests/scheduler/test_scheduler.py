@@ -35,7 +35,7 @@ def test_a_prompt_is_computed_in_chunks_and_steady_steps_are_constant(rig: MakeR
     assert first is not None
     (new,) = first.added
     assert (new.row, new.generation, new.prompt_len, new.computed_len) == (0, 1, 25, 0)
-    assert new.token_ids == list(range(1, 26))
+    assert list(new.token_ids) == list(range(1, 26))
     assert len(new.blocks[0]) == 7
     assert first.work == Work((0,), (10,), (0,), (0,))
     assert r.commit() == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,8 +112,8 @@ class EngineCore:
         self._clock = clock
         self._agree = (rendezvous or Alone()).agree
         self._inbox: list[Request | tuple[str, int | None]] = []
-        self._queued: set[str] = set()
-        """Ids of the requests in the inbox."""
+        self._queued: dict[str, array[int]] = {}
+        """Id of each request in the inbox -> its prompt, packed."""
         self._untold: list[Delta] = []
         """For the next batch: refusals, and what steps said that ended before a call."""
         self._told = (False, 0, 0)
@@ -145,9 +146,9 @@ class EngineCore:
         """
         if request.request_id in self._queued or request.request_id in self._scheduler.books.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        check_request(request, self._config, self._manager, self._vocab_size)
+        packed = check_request(request, self._config, self._manager, self._vocab_size)
         self._inbox.append(request)
-        self._queued.add(request.request_id)
+        self._queued[request.request_id] = packed
 
     def add(self, request: Request) -> None:
         """Queue a request for the next round; what is wrong with it comes back as a delta of each of its sequences."""
@@ -236,11 +237,13 @@ class EngineCore:
             log.warning("the worker died before the last blocks were copied")
 
     def _drain_inbox(self) -> None:
+        if not self._inbox:
+            return
         inbox, self._inbox = self._inbox, []
-        self._queued.clear()
+        queued, self._queued = self._queued, {}
         for entry in inbox:
             if isinstance(entry, Request):
-                self._scheduler.add(entry)
+                self._scheduler.add(entry, queued[entry.request_id])
             else:
                 self._scheduler.abort(*entry)
 

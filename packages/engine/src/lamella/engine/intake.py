@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,6 +29,8 @@ class Intake:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self._ids_type: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+        """What msgspec checks in one walk, a fraction of what the checks below cost; they say what is wrong."""
         self._clock = clock
         self._numbers = itertools.count(1)
 
@@ -52,8 +55,7 @@ class Intake:
         if isinstance(prompt, str):
             prompt_ids = self.tokenizer.encode(prompt, add_special_tokens)
         else:
-            prompt_ids = list(prompt)
-            self._check_ids(prompt_ids, param)
+            prompt_ids = self._checked_ids(prompt, param)
         if not prompt_ids:
             raise RequestError(f"{param} has no tokens", param)
         if cache_salt is not None:
@@ -71,7 +73,16 @@ class Intake:
             adapter=adapter,
         )
 
+    def _checked_ids(self, prompt: Sequence[int], param: str) -> list[int]:
+        try:
+            return msgspec.convert(prompt, self._ids_type)  # type: ignore[no-any-return]
+        except msgspec.ValidationError:
+            ids = list(prompt)
+            self._check_ids(ids, param)
+            return ids
+
     def _check_ids(self, ids: list[int], param: str) -> None:
+        """Say what is wrong with them."""
         if {type(token_id) for token_id in ids} - {int}:
             raise RequestError(f"{param} must hold integers", param)
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lamella.engine.errors import RequestError
 from lamella.engine.intake import Intake
 from lamella.engine.request import Request, SamplingParams
@@ -100,9 +102,17 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts are a text, token ids, or a list of these, not {type(prompts).__name__}", "prompt")
     listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and isinstance(listed[0], int) and _are_ids(listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
+
+
+def _are_ids(items: list[Any]) -> bool:
+    try:
+        msgspec.convert(items, list[int])  # several times as fast as the check below
+    except msgspec.ValidationError:
+        return all(isinstance(item, int) for item in items)
+    return True
 
 
 def listed_params(

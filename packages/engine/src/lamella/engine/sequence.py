@@ -16,9 +16,11 @@ Planning reads reach, committing moves computed_len and the ids: no value of a s
 
 from __future__ import annotations
 
+from array import array
 from enum import Enum
 from typing import Final
 
+from lamella.engine.packed import pack
 from lamella.engine.request import Logprob, Request
 from lamella.kvtier import Extras, KeyChain
 from lamella.runner_v2.sampling.params import RowParams
@@ -63,10 +65,12 @@ _NEXT: Final = {
 class Siblings:
     """A request and the n sequences that it owns. The first computes the prompt; the others wait for its blocks."""
 
-    __slots__ = ("arrival_s", "num_live", "parked", "prompt_done", "prompt_entries", "request", "sequences")
+    __slots__ = ("arrival_s", "num_live", "packed", "parked", "prompt_done", "prompt_entries", "request", "sequences")
 
-    def __init__(self, request: Request, arrival_s: float) -> None:
+    def __init__(self, request: Request, arrival_s: float, packed: array[int] | None = None) -> None:
         self.request = request
+        self.packed = pack(request.prompt_ids) if packed is None else packed
+        """The prompt's ids. Shared: never changed."""
         self.arrival_s = arrival_s
         """By the core's clock."""
         self.sequences: list[Sequence] = []
@@ -176,6 +180,11 @@ class Sequence:
         """Time it spent LOADING before it was first admitted."""
         self.suspect = False
         """It reads a block whose copy from the host failed: what steps in flight say of it is not true."""
+
+    @property
+    def packed(self) -> array[int]:
+        """ids, for who reads all of them. Not to be changed."""
+        return self.siblings.packed if len(self.ids) == self.prompt_len else pack(self.ids)
 
     @property
     def committed_len(self) -> int:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ KEY_BYTES = 32
 Key = bytes
 
 _PERSON = b"lamella.kv.1"
+_LITTLE_ENDIAN = sys.byteorder == "little"
 _blake2b = hashlib.blake2b
 
 _NATIVE_FROM = 4
@@ -106,11 +109,15 @@ class KeyChain:
         if native is not None and not self.media and num_full - len(keys) >= _NATIVE_FROM:
             native.chain_keys(parent, token_ids, len(keys) * size, size, num_full - len(keys), keys)
             return keys
-        pack = self._struct.pack
+        raw = _encoded(token_ids)
+        head, pack = struct.pack("<cI", b"T", size), self._struct.pack
         for block in range(len(keys), num_full):
             start = block * size
             if self.media:
                 parent = block_key(parent, token_ids[start : start + size], self._media_of(start))
+            elif raw is not None:
+                content = parent + head + raw[4 * start : 4 * (start + size)]
+                parent = _blake2b(content, digest_size=KEY_BYTES, person=_PERSON).digest()
             else:
                 content = parent + pack(b"T", size, *token_ids[start : start + size])
                 parent = _blake2b(content, digest_size=KEY_BYTES, person=_PERSON).digest()
@@ -124,6 +131,13 @@ class KeyChain:
     def _media_of(self, start: int) -> list[tuple[bytes, int]]:
         end = start + self.block_size
         return [(m.digest, m.start - start) for m in self.media if m.start < end and m.start + m.length > start]
+
+
+def _encoded(token_ids: Sequence[int]) -> memoryview | None:
+    """The ids as they go into a key, where they lie in memory like that already."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids.itemsize == 4 and _LITTLE_ENDIAN:
+        return memoryview(token_ids).cast("B")
+    return None
 
 
 def _tagged(tag: bytes, content: bytes) -> bytes:

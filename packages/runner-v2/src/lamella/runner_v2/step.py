@@ -13,6 +13,7 @@ each row the step computes. So a step in which no row changes is `Step(step_id)`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lamella.runner_v2.sampling.params import RowParams
@@ -61,8 +62,8 @@ class NewRow(NamedTuple):
 
     row: int
     generation: int
-    token_ids: list[int]
-    """Prompt and committed output."""
+    token_ids: Sequence[int]
+    """Prompt and committed output: a list, or an array of 32-bit numbers, which is read at once."""
     prompt_len: int
     computed_len: int
     """Tokens whose KV already lies in blocks (prefix hit)."""

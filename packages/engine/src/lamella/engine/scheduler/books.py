@@ -13,6 +13,7 @@ in the list until the next sweep().
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -86,9 +87,10 @@ class Books:
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue the n sequences of a request that has been checked."""
-        siblings = Siblings(request, self.clock())
+    def add(self, request: Request, packed: array[int] | None = None) -> None:
+        """Queue the n sequences of a request that has been checked. packed: its prompt's ids; None: they are packed
+        here."""
+        siblings = Siblings(request, self.clock(), packed)
         arrival = self._num_requests
         self._num_requests += 1
         caching = self.config.prefix_caching and request.use_prefix_cache

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+
 from lamella.engine.errors import RequestError, UnsupportedFieldError
+from lamella.engine.packed import is_within, pack
 from lamella.engine.request import Request
 from lamella.engine.scheduler.config import SchedulerConfig
 from lamella.kvtier import TierManager
 
 
-def check_request(request: Request, config: SchedulerConfig, manager: TierManager, vocab_size: int) -> None:
-    """Raise RequestError, naming the field and both figures, if the request can never be served."""
+def check_request(request: Request, config: SchedulerConfig, manager: TierManager, vocab_size: int) -> array[int]:
+    """The prompt's ids, packed. Raises RequestError, naming the field and both figures, if the request can never be
+    served."""
     prompt_len = len(request.prompt_ids)
     if not prompt_len:
         raise RequestError("the prompt is empty", "prompt")
@@ -30,9 +34,7 @@ def check_request(request: Request, config: SchedulerConfig, manager: TierManage
             f"beside the output",
             "prompt",
         )
-    for token in (min(request.prompt_ids), max(request.prompt_ids)):
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"the prompt has token id {token}, valid ids are 0 to {vocab_size - 1}", "prompt")
+    packed = _packed(request.prompt_ids, vocab_size)
     longest = min(prompt_len + request.max_tokens, config.max_model_len)
     if longest + config.lookahead > manager.max_len:
         size = manager.block_size
@@ -41,3 +43,16 @@ def check_request(request: Request, config: SchedulerConfig, manager: TierManage
             f"{size} tokens, but only {manager.max_len // size} exist",
             "max_tokens" if prompt_len + config.lookahead < manager.max_len else "prompt",
         )
+    return packed
+
+
+def _packed(prompt_ids: list[int], vocab_size: int) -> array[int]:
+    try:
+        packed = pack(prompt_ids)
+        if is_within(packed, vocab_size):
+            return packed
+    except OverflowError:
+        pass
+    lowest, highest = min(prompt_ids), max(prompt_ids)
+    token = lowest if lowest < 0 else highest
+    raise RequestError(f"the prompt has token id {token}, valid ids are 0 to {vocab_size - 1}", "prompt")

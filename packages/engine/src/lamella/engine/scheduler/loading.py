@@ -42,7 +42,7 @@ class Loading:
             return False
         entries = sequence.siblings.prompt_entries
         max_hit_len = None if entries is None or len(entries) >= sequence.prompt_len else len(entries) - 1
-        state = manager.begin_load(sequence.id, sequence.ids, sequence.chain, max_hit_len)
+        state = manager.begin_load(sequence.id, sequence.packed, sequence.chain, max_hit_len)
         sequence.tiers_asked = state is not LoadState.LATER
         if state is not LoadState.STARTED:
             return False

@@ -10,6 +10,7 @@ that possible. No torch, clock, thread or file here: the clock and the source of
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -57,9 +58,9 @@ class Scheduler:
         self._refused: tuple[int, int] | None = None
         """(sequence, blocks released so far) of the last admission that did not fit."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has been checked (see limits.py)."""
-        self.books.add(request)
+    def add(self, request: Request, packed: array[int] | None = None) -> None:
+        """Queue a request that has been checked (see limits.py). packed: what the check returned; None: packed here."""
+        self.books.add(request, packed)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences. No delta; unknown and ended ones are ignored."""
@@ -205,7 +206,7 @@ class Scheduler:
         scored = entries is None or len(entries) >= sequence.prompt_len
         acquired = manager.acquire(
             sequence.id,
-            sequence.ids,
+            sequence.packed,
             sequence.chain,
             chunk_len=budget.next_chunk(),
             max_hit_len=None if scored or entries is None else len(entries) - 1,
@@ -231,7 +232,7 @@ class Scheduler:
         return NewRow(
             row,
             generation,
-            list(sequence.ids),
+            sequence.packed,
             sequence.prompt_len,
             acquired.cached_len,
             params,
