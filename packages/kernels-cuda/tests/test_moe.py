@@ -201,8 +201,36 @@ def test_all_to_one_expert(portable, num_tokens):
     check_experts(x, w13, w2, ids, weights, portable=portable)
 
 
+# around the widths and blocks of the kernels for many tokens per expert, and experts without tokens
+RAGGED = [
+    0, 1, 0, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 160, 161, 176, 192, 193, 255, 256, 257, 288, 289, 304, 319, 320, 321,
+    0, 639, 640, 641, 1000, 0,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("portable", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 2, 50, 600])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (1160, 200), (64, 520)])
+def test_ragged_experts(portable, dtype, hidden, inner):
+    w13, w2 = experts_of(len(RAGGED), hidden, inner, dtype)
+    of_expert = torch.arange(len(RAGGED), device="cuda", dtype=torch.int32)
+    ids = of_expert.repeat_interleave(torch.tensor(RAGGED, device="cuda"))[:, None]
+    ids = ids[torch.randperm(len(ids), device="cuda")].contiguous()
+    x = torch.randn(len(ids), hidden, device="cuda").to(dtype)
+    check_experts(x, w13, w2, ids, torch.rand(ids.shape, device="cuda") + 0.1, portable=portable)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("used", [8, 13, 64])
+def test_some_experts_get_nothing(num_tokens, used):
+    w13, w2 = experts_of(64, 512, 384, torch.bfloat16)
+    x = torch.randn(num_tokens, 512, device="cuda").bfloat16()
+    ids, weights = spread(num_tokens, used, 8)
+    check_experts(x, w13, w2, 63 - ids, weights)
+
+
+@pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 2, 50, 600, 3000])
 def test_skipped_ids_and_nan_in_padding(portable, num_tokens):
     w13, w2 = experts_of(32, 256, 128, torch.bfloat16)
     wide = torch.randn(num_tokens, 3 * 256, device="cuda").bfloat16()
@@ -217,7 +245,7 @@ def test_skipped_ids_and_nan_in_padding(portable, num_tokens):
     assert (out[-1] == 0).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 64, 2000])
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 2000, 5000])
 def test_expert_map(num_tokens):
     w13, w2 = experts_of(16, 256, 128, torch.bfloat16)
     x = torch.randn(num_tokens, 256, device="cuda").bfloat16()

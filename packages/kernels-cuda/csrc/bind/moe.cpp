@@ -66,7 +66,7 @@ void align(const TensorView& sorted_ids, const TensorView& block_experts, const 
   const OnDevice on(ids);
   succeed(lamella_moe_align(sorted_ids.as<int32_t>(), block_experts.as<int32_t>(), nullptr, num_rows.as<int32_t>(),
                             ids.as<int32_t>(), expert_map, ids.num_elements(), map ? map->shape[0] : 0, num_experts,
-                            block_rows, 1, on.stream),
+                            block_rows, 1, 0, on.stream),
           "moe_align");
 }
 

@@ -1,5 +1,6 @@
 // Counting sort by one thread block. Warp w owns the w-th stretch of pairs: the table of counts [warp][expert] becomes,
-// by sums over warps and then over experts, the place of the warp's next pair of each expert.
+// by sums over warps and then over experts, the rank of the warp's next pair among those of its expert. A rank's place:
+// so many pairs to a block from the expert's first place on.
 #pragma once
 
 #include "device/launch.cuh"
@@ -11,7 +12,7 @@ struct AlignParams {
   const int32_t *ids, *expert_map;
   int64_t num_ids, map_size, max_blocks;
   int num_experts, block_rows;
-  bool fill;
+  bool fill, even;
 };
 
 __device__ __forceinline__ int local_expert(int id, const int32_t* map, int64_t map_size, int num_experts) {
@@ -23,7 +24,7 @@ template <int kWarps>
 __global__ void __launch_bounds__(kWarps * 32) moe_align_kernel(const AlignParams p) {
   constexpr int kThreads = kWarps * 32, kBatch = 4, kPer = 1024 / kThreads;
   extern __shared__ int table[];  // [kWarps][num_experts]
-  __shared__ int warp_rows[kWarps];
+  __shared__ int warp_rows[kWarps], starts[1024], shares[1024];  // of experts: first place, pairs of a block
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_experts = p.num_experts;
   int* mine = table + warp * num_experts;
   for (int e = threadIdx.x; e < kWarps * num_experts; e += kThreads) table[e] = 0;
@@ -83,19 +84,25 @@ __global__ void __launch_bounds__(kWarps * 32) moe_align_kernel(const AlignParam
   for (int i = 0; i < kPer; ++i) {
     const int e = threadIdx.x * kPer + i;
     if (e >= num_experts) break;
-    int place = before;
+    int rank = 0;
 #pragma unroll 4
     for (int w = 0; w < kWarps; ++w) {
       const int count = table[w * num_experts + e];
-      table[w * num_experts + e] = place;
-      place += count;
+      table[w * num_experts + e] = rank;
+      rank += count;
     }
-    for (int left = counts[i]; left > 0; left -= p.block_rows) {
+    const int blocks = (counts[i] + p.block_rows - 1) / p.block_rows;
+    const int share = p.even && blocks > 0 ? (counts[i] + blocks - 1) / blocks : p.block_rows;
+    starts[e] = before;
+    shares[e] = share;
+    for (int b = 0; b < blocks; ++b) {
+      const int left = counts[i] - b * share, size = left < share ? left : share;
       p.block_experts[before / p.block_rows] = e;
-      if (p.block_sizes != nullptr) p.block_sizes[before / p.block_rows] = left < p.block_rows ? left : p.block_rows;
+      if (p.block_sizes != nullptr) p.block_sizes[before / p.block_rows] = size;
+      else
+        for (int r = size; r < p.block_rows; ++r) p.sorted_ids[before + r] = static_cast<int>(p.num_ids);
       before += p.block_rows;
     }
-    for (; place < before; ++place) p.sorted_ids[place] = static_cast<int>(p.num_ids);
   }
   if (p.fill) {
     for (int64_t i = total + threadIdx.x; i < p.max_blocks * p.block_rows; i += kThreads)
@@ -115,13 +122,16 @@ __global__ void __launch_bounds__(kWarps * 32) moe_align_kernel(const AlignParam
       const int e = experts[b];
       const unsigned same = __match_any_sync(0xffffffffu, e);
       const int earlier = __popc(same & ((1u << lane) - 1));
-      int place = 0;
+      int first = 0;
       if (e >= 0) {
-        place = mine[e];
-        p.sorted_ids[place + earlier] = static_cast<int>(at + b * 32 + lane);
+        first = mine[e];
+        const int rank = first + earlier, share = shares[e];
+        // the other rows of a block have no pair
+        const int place = starts[e] + rank + rank / share * (p.block_rows - share);
+        p.sorted_ids[place] = static_cast<int>(at + b * 32 + lane);
       }
       __syncwarp();
-      if (e >= 0 && earlier == 0) mine[e] = place + __popc(same);
+      if (e >= 0 && earlier == 0) mine[e] = first + __popc(same);
       __syncwarp();
     }
   }

@@ -16,7 +16,7 @@ int moe_sm90_rows(int64_t num_tokens, int64_t rows_per_expert, bool fp8) {
     const int64_t spare = rows - rows_per_expert;
     if (num_tokens <= rows || (spare >= 0 && spare * spare >= 4 * rows_per_expert)) return rows;
   }
-  return widest;
+  return fp8 ? widest : kMoeWideRows;
 }
 
 int64_t moe_sm90_partials(int block_rows) {
@@ -76,10 +76,13 @@ int quantise(void* q, float* scales, const void* x, int64_t x_stride, int64_t ro
 
 int product(const MoeGemm& g, bool first, const MoeLayout& at, const LamellaMoe& m, void* stream) {
   if (!at.hopper) return moe_gemm_portable(g, first, at.block_rows, at.max_blocks, m.weight_elem, m.elem, stream);
+  const bool wide = at.block_rows == kMoeWideRows;
   switch (static_cast<Elem>(m.weight_elem)) {
     case Elem::bf16:
+      if (wide) return moe_wide_sm90_bf16(g, first, at.places, stream);
       return moe_gemm_sm90_bf16(g, first, at.block_rows, at.places, stream);
     case Elem::f16:
+      if (wide) return moe_wide_sm90_f16(g, first, at.places, stream);
       return moe_gemm_sm90_f16(g, first, at.block_rows, at.places, stream);
     default:
       return moe_gemm_sm90_f8(g, first, at.block_rows, at.places, m.elem, stream);
@@ -112,7 +115,8 @@ int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
   if (!at.direct) {
     if (const int status = lamella_moe_align(ints(at.sorted_ids), ints(at.block_experts), ints(at.block_sizes),
                                              ints(at.num_rows), m.ids, m.expert_map, m.num_tokens * m.top_k,
-                                             m.map_size, m.num_experts, at.block_rows, 0, stream))
+                                             m.map_size, m.num_experts, at.block_rows, 0,
+                                             at.block_rows == kMoeWideRows, stream))
       return status;
   }
   const int64_t unit = fp8 ? 128 : 64;

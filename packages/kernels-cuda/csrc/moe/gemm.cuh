@@ -61,6 +61,6 @@ __device__ __forceinline__ void list_direct(DirectBlocks& list, const MoeBlocks&
   if (lane == 0) list.count = count;
 }
 
-__device__ __forceinline__ float silu_mul(float gate, float up) { return gate / (1.f + __expf(-gate)) * up; }
+__device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 
 }  // namespace lamella

@@ -187,13 +187,7 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
           if (!moe_gather_sums(gate, up, t, g, num_blocks * g.num_tiles * g.num_k)) return;
         moe_store<Shape, O, kTokens, kN, kGroups, kFirst>(gate, up, slice, group, t, g, direct);
       };
-      // a block that is mostly padding costs what its tokens cost
-      if constexpr (kTokens == 128) {
-        if (t.size <= 32) work(std::integral_constant<int, 32>{});
-        else work(std::integral_constant<int, 128>{});
-      } else {
-        work(std::integral_constant<int, kTokens>{});
-      }
+      work(std::integral_constant<int, kTokens>{});
     }
   }
 #endif
@@ -227,14 +221,12 @@ int launch_moe_sm90(const MoeGemm& product, int64_t places, void* stream) {
 
 template <class T, class O, bool kFirst>
 int moe_sm90_by_rows(const MoeGemm& g, int block_rows, int64_t places, void* stream) {
-  constexpr int kWide = sizeof(T) == 1 ? 64 : 128;
   if (block_rows == 8) return launch_moe_sm90<T, O, 8, 1, false, kFirst>(g, places, stream);
   if (block_rows == 16) return launch_moe_sm90<T, O, 16, 1, false, kFirst>(g, places, stream);
   if (block_rows == 32) return launch_moe_sm90<T, O, 32, 1, false, kFirst>(g, places, stream);
-  if (block_rows == kWide) return launch_moe_sm90<T, O, kWide, 2, true, kFirst>(g, places, stream);
-  if constexpr (kWide == 128) {
-    if (block_rows == 64) return launch_moe_sm90<T, O, 64, 1, false, kFirst>(g, places, stream);
-  }
+  // the widest of fp8; of others that is in wide_sm90.cuh
+  constexpr bool kFp8 = sizeof(T) == 1;
+  if (block_rows == 64) return launch_moe_sm90<T, O, 64, kFp8 ? 2 : 1, kFp8, kFirst>(g, places, stream);
   return kUnsupported;
 }
 
