@@ -249,7 +249,9 @@ class TestWrites:
         writes.flush()
         assert b.tolist() == [0, 9, 8]
 
-    def test_random_writes_equal_numpy(self) -> None:
+    @pytest.mark.parametrize("span_from", [1024, 6])
+    def test_random_writes_equal_numpy(self, monkeypatch: pytest.MonkeyPatch, span_from: int) -> None:
+        monkeypatch.setattr("lamella.runner_v2.writes._SPAN_FROM", span_from)
         rng = np.random.default_rng(0)
         expected, tensor, writes = np.zeros(200, np.int32), torch.zeros(200, dtype=torch.int32), StagedWrites("cpu")
         for _ in range(50):

@@ -16,8 +16,8 @@ from lamella.runner_v2.writes import DirectWrites, Writes
 
 
 class BlockTables:
-    """One table [max_num_rows + 1, max_blocks] int32 per group; that of the spare row, which pads batches, has null blocks
-    only."""
+    """One table [max_num_rows + 1, max_blocks] int32 per group; that of the spare row, which pads batches, has null
+    blocks only."""
 
     def __init__(
         self,
@@ -38,6 +38,8 @@ class BlockTables:
         self._writes = DirectWrites() if writes is None else writes
         self.capacity = np.zeros((num_groups, max_num_rows), dtype=np.int64)
         """Tokens that each row's blocks reach to, per group (on the host)."""
+        self._touched = np.zeros((num_groups, max_num_rows), dtype=np.int64)
+        """Entries at the front of each row that may hold a block."""
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -49,7 +51,10 @@ class BlockTables:
         """A row got a new owner with these blocks per group."""
         assert len(blocks) == len(self._tables), f"{len(blocks)} tables for {len(self._tables)} groups"
         for group, block_ids in enumerate(blocks):
-            self._tables[group][row].fill_(NULL_BLOCK)
+            rest = int(self._touched[group, row]) - len(block_ids)  # of the owner before
+            if rest > 0:
+                self._writes.put(self._tables[group], row * self.max_blocks + len(block_ids), [NULL_BLOCK] * rest)
+            self._touched[group, row] = 0
             self.write(row, group, 0, block_ids)
 
     def write(self, row: int, group: int, start: int, block_ids: Sequence[int]) -> None:
@@ -58,6 +63,7 @@ class BlockTables:
         assert 0 <= start <= end <= self.max_blocks, f"row {row}: blocks [{start}, {end}) of {self.max_blocks}"
         self._writes.put(self._tables[group], row * self.max_blocks + start, block_ids)
         self.capacity[group, row] = end * self.block_size
+        self._touched[group, row] = max(end, self._touched[group, row])
 
     def gather(self, group: int, rows: torch.Tensor, max_len: int) -> torch.Tensor:
         """Tables of device rows ([R] int64), as far as max_len tokens need them -> [R, blocks] int32."""

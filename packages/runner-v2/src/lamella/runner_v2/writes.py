@@ -9,6 +9,7 @@ Nothing waits for the device. On a CPU there is nothing to gather, and every put
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,9 @@ import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int32]
+
+_SPAN_FROM = 1024
+"""Values of a segment from which it is copied as it lies: a place for each triples what goes over the link."""
 
 
 class Writes(Protocol):
@@ -67,18 +71,26 @@ class StagedWrites:
         found = list(self._pending.values())
         self._pending.clear()
         arrays: list[npt.NDArray[Any]] = []
-        targets = []
+        moves: list[tuple[torch.Tensor, bool]] = []  # in order; whether the values come with a place for each
         for pending in found:
+            target = pending.target
             for starts, parts in pending.rounds():
+                if len(parts) == 1 and len(parts[0]) >= _SPAN_FROM:
+                    moves.append((target.narrow(0, starts[0], len(parts[0])), False))
+                    arrays.append(parts[0])
+                    continue
                 lens = np.fromiter((len(part) for part in parts), np.int64, len(parts))
                 ends = np.cumsum(lens)
                 # place in the tensor, less the place among the values: the same for all of a segment
                 shifts = np.repeat(np.asarray(starts, np.int64) - (ends - lens), lens)
                 arrays += [shifts + np.arange(ends[-1]), np.concatenate(parts)]
-                targets.append(pending.target)
-        tensors = self.upload(arrays)
-        for target, idx, values in zip(targets, tensors[0::2], tensors[1::2]):
-            target.index_copy_(0, idx, values)
+                moves.append((target, True))
+        tensors = iter(self.upload(arrays))
+        for target, scattered in moves:
+            if scattered:
+                target.index_copy_(0, next(tensors), next(tensors))
+            else:
+                target.copy_(next(tensors))
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         sizes = [-(-array.nbytes // 16) * 16 for array in arrays]  # so that any type may follow any other
@@ -93,10 +105,14 @@ class StagedWrites:
             places.append(end)
             end += size
         on_device = staged.to(self._device, non_blocking=True)
+        typed: dict[np.dtype[Any], torch.Tensor] = {}
         found = []
         for array, place in zip(arrays, places):
-            dtype = torch.from_numpy(array[:0]).dtype
-            found.append(on_device[place : place + array.nbytes].view(dtype).view(array.shape))
+            whole = typed.get(array.dtype)
+            if whole is None:
+                whole = typed[array.dtype] = on_device.view(torch.from_numpy(array[:0]).dtype)
+            part = whole.narrow(0, place // array.itemsize, array.size)
+            found.append(part if array.ndim == 1 else part.view(array.shape))
         return found
 
 
@@ -114,9 +130,15 @@ class _Pending:
 
     def rounds(self) -> list[tuple[list[int], list[Ints]]]:
         """Segments that may be written in any order, and those that must come behind them: within one kernel the order
-        of writes is not known."""
+        of writes is not known. A long segment is a round of its own."""
         ends = [start + len(part) for start, part in zip(self._starts, self._parts)]
         order = sorted(range(len(ends)), key=self._starts.__getitem__)
-        if all(ends[a] <= self._starts[b] for a, b in zip(order, order[1:])):
-            return [(self._starts, self._parts)]
+        if all(ends[a] <= self._starts[b] for a, b in pairwise(order)):
+            long = [i for i in order if ends[i] - self._starts[i] >= _SPAN_FROM]
+            short = [i for i in order if ends[i] - self._starts[i] < _SPAN_FROM]
+            together = [short] if short else []
+            return [
+                ([self._starts[i] for i in places], [self._parts[i] for i in places])
+                for places in [*([i] for i in long), *together]
+            ]
         return [([start], [part]) for start, part in zip(self._starts, self._parts)]

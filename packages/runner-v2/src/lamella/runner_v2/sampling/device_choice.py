@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +12,13 @@ import torch
 from lamella.runner_v2.sampling.params import RowParams
 from lamella.runner_v2.sampling.seeds import SALT_TARGET, key_of
 from lamella.runner_v2.writes import Writes
+
+_RECORD = struct.Struct("=ddQfi")
+"""Of a row: top-p, min-p, seed, temperature, top-k."""
+_ENDS = (0, 2, 4, 6, 7, 8)
+"""Where its fields end, in words of 32 bits."""
+_PLAIN = _RECORD.pack(1.0, 0.0, 0, 0.0, 0)
+"""Greedy: nothing is drawn, so the seed does not matter."""
 
 
 class ChoiceKernel(Protocol):
@@ -30,30 +39,33 @@ class DeviceChoice:
         self._vocab_size = vocab_size
         self._writes = writes
 
-        def table(dtype: torch.dtype, value: float) -> tuple[torch.Tensor, torch.Tensor]:
-            typed = torch.full((num_rows,), value, dtype=dtype, device=device)
-            return typed, typed.view(torch.int32)
-
-        self._temperature, self._temperature_raw = table(torch.float32, 0.0)
-        self._top_k, self._top_k_raw = table(torch.int32, 0)
-        self._top_p, self._top_p_raw = table(torch.float64, 1.0)
-        self._min_p, self._min_p_raw = table(torch.float64, 0.0)
-        self._seeds, self._seeds_raw = table(torch.int64, 0)
+        # one tensor for all, so that a flush writes them with one kernel; columns begin at multiples of 16 bytes
+        column = -(-num_rows // 4) * 4
+        self._raw = torch.zeros(8 * column, dtype=torch.int32, device=device)
+        self._starts = (0, 2 * column, 4 * column, 6 * column, 7 * column)
+        types = (torch.float64, torch.float64, torch.int64, torch.float32, torch.int32)
+        self._top_p, self._min_p, self._seeds, self._temperature, self._top_k = (
+            self._raw.narrow(0, start, num_rows * dtype.itemsize // 4).view(dtype)
+            for start, dtype in zip(self._starts, types)
+        )
+        self._top_p.fill_(1.0)
+        self._held = [_PLAIN] * num_rows
+        """What the rows have, or will after the next flush."""
         size = kernels.sampling_workspace_bytes(max_logits_rows, vocab_size)
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
     def add(self, row: int, params: RowParams) -> None:
         """The row samples by these parameters from the next flush of writes on."""
-        greedy = params.greedy
-        top_k = params.top_k if 0 < params.top_k < self._vocab_size and not greedy else 0
-        for raw, words, value in (
-            (self._temperature_raw, 1, np.float32(0.0 if greedy else params.temperature)),
-            (self._top_k_raw, 1, np.int32(top_k)),
-            (self._top_p_raw, 2, np.float64(1.0 if greedy else params.top_p)),
-            (self._min_p_raw, 2, np.float64(0.0 if greedy else params.min_p)),
-            (self._seeds_raw, 2, np.uint64(key_of(params.seed))),
-        ):
-            self._writes.put(raw, row * words, np.atleast_1d(value).view(np.int32))
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        wanted = _PLAIN
+        if not params.greedy:
+            wanted = _RECORD.pack(params.top_p, params.min_p, key_of(params.seed), params.temperature, top_k)
+        if wanted == self._held[row]:
+            return
+        self._held[row] = wanted
+        words = np.frombuffer(wanted, np.int32)
+        for (start, end), column in zip(pairwise(_ENDS), self._starts):
+            self._writes.put(self._raw, column + row * (end - start), words[start:end])
 
     def sample(
         self,
