@@ -107,9 +107,9 @@ class RunnerConfig:
     """A checkpoint folder or a .gguf file."""
     device: str = "cpu"
     dtype: str = "auto"
-    """On a CPU: auto keeps quantised weights quantised and the fastest provider serves; float32, bfloat16, float16: dense
-    weights of that type with the reference ops. On a device it is the type of activations and weights: auto is the
-    model's own if it has 16 bits, else bfloat16; float32 means the reference ops."""
+    """On a CPU: auto keeps quantised weights quantised and the fastest provider serves; float32, bfloat16, float16:
+    dense weights of that type with the reference ops. On a device it is the type of activations and weights: auto is
+    the model's own if it has 16 bits, else bfloat16; float32 means the reference ops."""
     kv_dtype: str = "auto"
     providers: tuple[str, ...] | None = None
     """Names in order of preference; None: every available one, fastest first. ("torch",) gives the reference ops."""

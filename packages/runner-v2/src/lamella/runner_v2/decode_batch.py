@@ -1,10 +1,10 @@
 """Batches in which every row computes one token, at addresses that do not change: what recorded steps read.
 
     sizes      1 | 2 | 4 | 8 | 16 ...      a batch of 5 rows runs as one of 8: spare rows fill it up
-    rows       [ 7 | 0 | 3 | 12 | 5 | spare | spare | spare ]      changed by staged writes when the rows of steps change
+    rows       [ 7 | 0 | 3 | 12 | 5 | spare | spare | spare ]      changed by staged writes when a step has other rows
 
-Ids, positions, lengths and slots are derived on the device from the rows' state, so that a step in which no row changes
-moves nothing over the link.
+Ids, positions, lengths and slots are derived on the device from the rows' state, so that a step in which no row
+changes moves nothing over the link.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replays steps where the device can record them, in two parts: up to the logits, and from them to the next step's
 state. Between the two lies what only the host knows (grammar masks, penalties); mostly nothing.
 
-What makes two steps the same recording is their GraphKey: padding rows fill a batch up to a size that was recorded. On a
-CPU there is nothing to record and every step runs eagerly.
+What makes two steps the same recording is their GraphKey: padding rows fill a batch up to a size that was recorded. On
+a CPU there is nothing to record and every step runs eagerly.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ class ModelRunner:
     def _sample(
         self, logits: torch.Tensor, layout: BatchLayout, batch: StepBatch, masks: Sequence[Mask]
     ) -> tuple[torch.Tensor, torch.Tensor, list[TokenLogprobs | None] | None]:
-        """(ids [L], status [L], log-probabilities). Comes before plan_ahead: the rows' positions are those before it."""
+        """(ids [L], status [L], log-probabilities). Before plan_ahead(): positions are counted from what is planned."""
         rows = layout.rows[layout.logits_owner].astype(np.int32)
         if self._choice is not None and not masks and self._sampler.is_plain(rows):
             positions = batch.inputs.positions.index_select(0, layout.logits_idx) + 1

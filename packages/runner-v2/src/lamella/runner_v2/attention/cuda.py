@@ -154,6 +154,8 @@ class CudaAttention:
                 window=plan.window,
                 softcap=softcap,
                 schedule=plan.schedule,
+                # layers call this right behind the kernel that writes the step's keys
+                follows_write=True,
                 workspace=plan.workspace,
                 out=out[:split].unsqueeze(1),
                 lse=None if lse is None else lse[:split].unsqueeze(1),

@@ -1,5 +1,5 @@
-"""The sampling kernels for a CUDA device behind the SamplingKernels protocol: for rows whose logits are edited first, or
-that want log-probabilities. Parameters come from the host, step by step."""
+"""The sampling kernels of a CUDA device behind the SamplingKernels protocol: for rows whose logits are edited first,
+or that want log-probabilities. Parameters come from the host, step by step."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ def paged_decode(
     k_scale: torch.Tensor | None = None,  # [1] or [num_kv_heads] float32
     v_scale: torch.Tensor | None = None,
     schedule: torch.Tensor | None = None,
+    follows_write: bool = False,
     workspace: torch.Tensor | None = None,  # uint8
     out: torch.Tensor | None = None,  # [batch, num_queries, num_heads, head_dim]
     lse: torch.Tensor | None = None,  # [batch, num_queries, num_heads] float32
