@@ -203,8 +203,8 @@ def test_all_to_one_expert(portable, num_tokens):
 
 # around the widths and blocks of the kernels for many tokens per expert, and experts without tokens
 RAGGED = [
-    0, 1, 0, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 160, 161, 176, 192, 193, 255, 256, 257, 288, 289, 304, 319, 320, 321,
-    0, 639, 640, 641, 1000, 0,
+    0, 1, 0, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 160, 161, 176, 192, 193, 255, 256, 257, 288, 289, 304, 319, 320,
+    321, 0, 639, 640, 641, 1000, 0,
 ]  # fmt: skip
 
 
@@ -270,6 +270,44 @@ def test_strided_out():
     assert torch.equal(wide[:, 64:128], kernels.fused_moe(x, w13, w2, ids, weights))
     assert (wide[:, :64] == 0).all()
     assert (wide[:, 128:] == 0).all()
+
+
+@pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 63, 1000])
+@pytest.mark.parametrize(("hidden", "top_k"), [(72, 4), (2048, 8), (2304, 3), (8192, 40), (4096, 33)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_residual_and_next_norm(portable, num_tokens, hidden, top_k, dtype):
+    num_experts, inner, eps = 64, 64, 1e-5
+    w13, w2 = experts_of(num_experts, hidden, inner, dtype)
+    x = torch.randn(num_tokens, hidden, device="cuda").to(dtype)
+    ids, weights = spread(num_tokens, num_experts, top_k)
+    ids[torch.rand(ids.shape, device="cuda") < 0.1] = -1
+    ids[-1, :2] = -1
+    weights[ids < 0] = torch.nan
+    before = torch.randn(num_tokens, 2 * hidden, device="cuda").to(dtype)
+    gain = torch.rand(hidden, device="cuda").to(dtype) + 0.5
+    workspace, _ = dirty_workspace(x, w13, ids, portable=portable)
+    options = {"workspace": workspace, "portable": portable}
+    delta = kernels.fused_moe(x, w13, w2, ids, weights, **options)
+    expected = before[:, :hidden] + delta
+    what = f"x {tuple(x.shape)}, top {top_k}, portable {portable}"
+
+    stream = before.clone()
+    residual, normed = stream[:, :hidden], poisoned(num_tokens, hidden, dtype=dtype)
+    result = kernels.fused_moe(
+        x, w13, w2, ids, weights, residual=residual, next_norm=gain, eps=eps, normed=normed, **options
+    )
+    assert result is normed
+    assert torch.equal(residual, expected), f"{what}: {int((residual != expected).sum())} elements of residual differ"
+    assert torch.equal(stream[:, hidden:], before[:, hidden:]), f"{what}: written beside the residual"
+    exact = residual.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
+    error = relative_error(normed, exact)
+    assert error < TOLERANCE[dtype], f"{what}: norm, error {error}"
+
+    residual = before[:, :hidden].contiguous()
+    assert kernels.fused_moe(x, w13, w2, ids, weights, residual=residual, **options) is residual
+    assert torch.equal(residual, expected), f"{what}, no norm: {int((residual != expected).sum())} elements differ"
 
 
 @pytest.mark.parametrize("num_tokens", [2, 40])
@@ -349,6 +387,11 @@ def test_wrong_arguments_are_named():
         ((x, w13, w2, ids, weights), {"workspace": small}, "workspace"),
         ((x, w13, w2, ids, weights), {"activation": "gelu"}, "activation"),
         ((x, w13, w2, ids, weights), {"w13_scale": weights}, "w13_scale"),
+        ((x, w13, w2, ids, weights), {"residual": x[:2]}, "residual"),
+        ((x, w13, w2, ids, weights), {"residual": x, "out": x}, "out"),
+        ((x, w13, w2, ids, weights), {"next_norm": x[0]}, "next_norm"),
+        ((x, w13, w2, ids, weights), {"residual": x, "next_norm": x[0, :8]}, "next_norm"),
+        ((x, w13, w2, ids, weights), {"residual": x, "normed": x}, "normed"),
         ((x, w13.half(), w2, ids, weights), {}, "w13"),
     ]:
         with pytest.raises(ValueError, match=rf"^{name}:"):

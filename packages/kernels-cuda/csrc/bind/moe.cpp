@@ -73,7 +73,8 @@ void align(const TensorView& sorted_ids, const TensorView& block_experts, const 
 void experts(const TensorView& out, const TensorView& x, const TensorView& w13, const TensorView& w2,
              const TensorView& ids, const TensorView& weights, const std::optional<TensorView>& w13_scale,
              const std::optional<TensorView>& w2_scale, const std::optional<TensorView>& map,
-             const TensorView& workspace, bool portable) {
+             const TensorView& workspace, bool portable, const std::optional<TensorView>& residual,
+             const std::optional<TensorView>& next_norm, const std::optional<TensorView>& normed, double eps) {
   check(x, "x", {DType::bf16, DType::f16}, {-1, -1});
   check_aligned(x, "x");
   const int64_t tokens = x.shape[0], hidden = x.shape[1];
@@ -92,6 +93,23 @@ void experts(const TensorView& out, const TensorView& x, const TensorView& w13, 
                                            std::to_string(multiple));
   require(inner % multiple == 0, "w2", "has width " + std::to_string(inner) + ", needed a multiple of " +
                                            std::to_string(multiple));
+  require(residual.has_value() || !next_norm, "next_norm", "needs a residual");
+  require(next_norm.has_value() == normed.has_value(), "normed", "is for next_norm, and needed with it");
+  if (residual) {
+    check(*residual, "residual", {x.dtype}, {tokens, hidden});
+    check_aligned(*residual, "residual");
+    check_same_device(*residual, "residual", x);
+    require(hidden <= lamella_moe_residual_width(), "residual",
+            "has width " + std::to_string(hidden) + ", possible are " + std::to_string(lamella_moe_residual_width()));
+  }
+  if (next_norm) {
+    check_contiguous(*next_norm, "next_norm", {x.dtype}, {hidden});
+    check_aligned(*next_norm, "next_norm");
+    check_same_device(*next_norm, "next_norm", x);
+    check(*normed, "normed", {x.dtype}, {tokens, hidden});
+    check_aligned(*normed, "normed");
+    check_same_device(*normed, "normed", x);
+  }
   check(out, "out", {x.dtype}, {tokens, hidden});
   check_aligned(out, "out");
   check_contiguous(ids, "ids", {DType::i32}, {tokens, -1});
@@ -143,7 +161,13 @@ void experts(const TensorView& out, const TensorView& x, const TensorView& w13, 
                        static_cast<int>(top_k),
                        elem_of(x.dtype),
                        elem_of(type),
-                       portable};
+                       portable,
+                       residual ? residual->data : nullptr,
+                       normed ? normed->data : nullptr,
+                       next_norm ? next_norm->data : nullptr,
+                       residual ? residual->strides[0] : 0,
+                       normed ? normed->strides[0] : 0,
+                       static_cast<float>(eps)};
   succeed(lamella_moe(&moe, workspace.data, workspace.shape[0], on.stream), "fused_moe");
 }
 
@@ -160,7 +184,7 @@ void bind_moe(py::module_& m) {
         py::arg("map_size"), py::arg("hidden"), py::arg("inner"), py::arg("fp8"), py::arg("portable"));
   m.def("fused_moe", &experts, py::arg("out"), py::arg("x"), py::arg("w13"), py::arg("w2"), py::arg("ids"),
         py::arg("weights"), py::arg("w13_scale"), py::arg("w2_scale"), py::arg("expert_map"), py::arg("workspace"),
-        py::arg("portable"));
+        py::arg("portable"), py::arg("residual"), py::arg("next_norm"), py::arg("normed"), py::arg("eps"));
 }
 
 }  // namespace lamella::bind

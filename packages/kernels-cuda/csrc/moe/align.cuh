@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kWarps * 32) moe_align_kernel(const AlignParam
   __shared__ int warp_rows[kWarps], starts[1024], shares[1024];  // of experts: first place, pairs of a block
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_experts = p.num_experts;
   int* mine = table + warp * num_experts;
+  launch_successor();
   for (int e = threadIdx.x; e < kWarps * num_experts; e += kThreads) table[e] = 0;
   wait_predecessor();
-  launch_successor();
   __syncthreads();
 
   const int64_t stretch = ((p.num_ids + kThreads - 1) / kThreads) * 32;

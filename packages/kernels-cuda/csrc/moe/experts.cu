@@ -90,6 +90,17 @@ int product(const MoeGemm& g, bool first, const MoeLayout& at, const LamellaMoe&
 }
 
 template <class T>
+int add_residual(const CombineParams& sum, int64_t num_tokens, void* stream) {
+  const Launch how{dim3(static_cast<unsigned>(num_tokens)), dim3(kCombineNormThreads), 0,
+                   static_cast<cudaStream_t>(stream)};
+  const int64_t vecs = (sum.hidden / Vec<T>::kSize + kCombineNormThreads - 1) / kCombineNormThreads;
+  if (vecs <= 1) return launch(moe_combine_norm_kernel<T, 1>, how, sum);
+  if (vecs <= 2) return launch(moe_combine_norm_kernel<T, 2>, how, sum);
+  if (vecs <= kCombineNormVecs) return launch(moe_combine_norm_kernel<T, kCombineNormVecs>, how, sum);
+  return kUnsupported;
+}
+
+template <class T>
 int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
   const bool fp8 = static_cast<Elem>(m.weight_elem) == Elem::f8e4m3;
   if (!fp8 && m.weight_elem != m.elem) return kUnsupported;
@@ -164,8 +175,23 @@ int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
   g.num_k = static_cast<int>((m.inner + unit - 1) / unit);
   if (const int status = product(g, false, at, m, stream)) return status;
 
-  const CombineParams sum{m.out,      work + at.y, m.ids,        m.expert_map, m.weights,
-                          m.map_size, m.hidden,    m.out_stride, static_cast<int>(m.num_experts), m.top_k};
+  const CombineParams sum{m.out,
+                          work + at.y,
+                          m.ids,
+                          m.expert_map,
+                          m.weights,
+                          m.map_size,
+                          m.hidden,
+                          m.out_stride,
+                          static_cast<int>(m.num_experts),
+                          m.top_k,
+                          m.residual,
+                          m.normed,
+                          m.next_norm,
+                          m.residual_stride,
+                          m.normed_stride,
+                          m.eps};
+  if (m.residual != nullptr) return add_residual<T>(sum, m.num_tokens, stream);
   const int64_t columns = kCombineThreads * Vec<T>::kSize;
   const Launch how{dim3(static_cast<unsigned>(m.num_tokens), static_cast<unsigned>((m.hidden + columns - 1) / columns)),
                    dim3(kCombineThreads), 0, static_cast<cudaStream_t>(stream)};
@@ -178,6 +204,10 @@ int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
 LAMELLA_API int64_t lamella_moe_workspace(int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t map_size,
                                           int64_t hidden, int64_t inner, int fp8, int portable) {
   return lamella::MoeLayout(num_tokens, top_k, num_experts, map_size, hidden, inner, fp8 != 0, portable != 0).total;
+}
+
+LAMELLA_API int64_t lamella_moe_residual_width(void) {
+  return lamella::kCombineNormThreads * lamella::kCombineNormVecs * lamella::Vec<lamella::bf16>::kSize;
 }
 
 LAMELLA_API int64_t lamella_moe_zeroed(void) { return lamella::kFlagBytes; }

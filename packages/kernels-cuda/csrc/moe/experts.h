@@ -24,7 +24,15 @@ typedef struct LamellaMoe {
   int weight_elem;  // that, or e4m3 with scales of 128 x 128 blocks: x and silu(gate) * up are then quantised, too, by
                     // token and 128 columns
   int portable;     // 1: not the Hopper kernels
+  void* residual;   // [T, H] or null; with it out is not written: residual = out + residual, both rounded
+  void* normed;     // [T, H] with next_norm: norm(residual) as lamella_rms_norm() computes it, weight next_norm
+  const void* next_norm;  // [H] or null: no norm
+  int64_t residual_stride, normed_stride;
+  float eps;
 } LamellaMoe;
+
+// Widest H with a residual.
+LAMELLA_API int64_t lamella_moe_residual_width(void);
 
 // Bytes of workspace on the current device, whatever the ids; the first lamella_moe_zeroed() of them start as zeros and
 // are left as zeros, the rest may hold anything.

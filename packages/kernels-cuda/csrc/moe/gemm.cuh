@@ -37,7 +37,8 @@ struct MoeGemm {
   unsigned* flags;
 };
 
-// Blocks without align: the pairs that have an expert, in their order. Filled by the first warp.
+// Blocks without align: the pairs that have an expert, in their order. Filled by the first warp. Ids are read past
+// L1, which may hold what lay there before.
 struct DirectBlocks {
   int count;
   int16_t pair[kMaxDirect], expert[kMaxDirect];
@@ -49,7 +50,7 @@ __device__ __forceinline__ void list_direct(DirectBlocks& list, const MoeBlocks&
   for (int at = 0; at < b.num_ids; at += 32) {
     const int pair = at + lane;
     const int expert =
-        pair < b.num_ids ? local_expert(b.ids[pair], b.expert_map, b.map_size, b.num_experts) : -1;
+        pair < b.num_ids ? local_expert(__ldcg(b.ids + pair), b.expert_map, b.map_size, b.num_experts) : -1;
     const unsigned have = __ballot_sync(0xffffffffu, expert >= 0);
     if (expert >= 0) {
       const int place = count + __popc(have & ((1u << lane) - 1));

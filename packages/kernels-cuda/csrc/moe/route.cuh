@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const Route
   const int lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * kRouteWarps + threadIdx.x / 32;
   const float kNone = -__int_as_float(0x7f800000);
+  launch_successor();
   float bias[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
@@ -56,7 +57,6 @@ __global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const Route
     }
     logit[i] = isfinite(x) ? x : kNone;
   }
-  launch_successor();
 
   float score[kPer];
   if (p.scoring == kScoreSoftmax) {

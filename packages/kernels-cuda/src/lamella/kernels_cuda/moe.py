@@ -99,6 +99,10 @@ def fused_moe(
     activation: str = "silu",
     workspace: torch.Tensor | None = None,  # uint8
     out: torch.Tensor | None = None,  # [num_tokens, hidden]
+    residual: torch.Tensor | None = None,  # [num_tokens, hidden]
+    next_norm: torch.Tensor | None = None,  # [hidden]
+    eps: float = 1e-6,
+    normed: torch.Tensor | None = None,  # [num_tokens, hidden]
     portable: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t, j] * w2[e] @ (silu(gate) * up), gate and up = w13[e] @ x[t], e = ids[t, j].
@@ -108,12 +112,22 @@ def fused_moe(
     token and 128 columns. Ids outside of the experts (-1), or that expert_map sends there, are left out; a token with
     none gets 0. hidden and inner are multiples of 8, with fp8 of 128. Rows of x and out may be strided.
 
+    With residual (hidden up to 8,192) there is no out: residual becomes out + residual, both rounded, and is returned;
+    with next_norm also rms_norm(residual, next_norm, eps) is computed, into normed, and that is returned: what
+    rms_norm(out, next_norm, eps, residual=residual) gives, by one kernel less.
+
     The result does not depend on timing. workspace: moe_workspace() of at least moe_workspace_bytes(); one stream at a
     time, and it may be used again at once. portable: not the Hopper kernels, for comparison.
     """
     if activation != "silu":
         raise ValueError(f"activation: is {activation!r}, needed silu")
     fp8 = w13.dtype == torch.float8_e4m3fn
+    if residual is not None:
+        if out is not None:
+            raise ValueError("out: is not written with a residual")
+        out = residual
+    if next_norm is not None and normed is None:
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if workspace is None:
         map_size = 0 if expert_map is None else expert_map.numel()
@@ -126,5 +140,8 @@ def fused_moe(
         )  # fmt: skip
     if fp8:
         w13, w2 = w13.view(torch.uint8), w2.view(torch.uint8)
-    native().fused_moe(out, x, w13, w2, ids, weights, w13_scale, w2_scale, expert_map, workspace, portable)
-    return out
+    native().fused_moe(
+        out, x, w13, w2, ids, weights, w13_scale, w2_scale, expert_map, workspace, portable,
+        residual, next_norm, normed, eps,
+    )  # fmt: skip
+    return out if normed is None else normed
