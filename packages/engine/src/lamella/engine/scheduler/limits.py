@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 from lamella.engine.errors import RequestError, UnsupportedFieldError
-from lamella.engine.packed import is_within, pack
+from lamella.engine.packed import ids_below, pack
 from lamella.engine.request import Request
 from lamella.engine.scheduler.config import SchedulerConfig
 from lamella.kvtier import TierManager
@@ -48,11 +50,10 @@ def check_request(request: Request, config: SchedulerConfig, manager: TierManage
 
 def _packed(prompt_ids: list[int], vocab_size: int) -> array[int]:
     try:
-        packed = pack(prompt_ids)
-        if is_within(packed, vocab_size):
-            return packed
-    except OverflowError:
-        pass
-    lowest, highest = min(prompt_ids), max(prompt_ids)
-    token = lowest if lowest < 0 else highest
-    raise RequestError(f"the prompt has token id {token}, valid ids are 0 to {vocab_size - 1}", "prompt")
+        msgspec.convert(prompt_ids, ids_below(vocab_size))
+    except msgspec.ValidationError:
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < vocab_size:
+                message = f"the prompt has token id {token}, valid ids are 0 to {vocab_size - 1}"
+                raise RequestError(message, "prompt") from None
+    return pack(prompt_ids)
