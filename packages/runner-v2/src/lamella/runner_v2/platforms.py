@@ -93,7 +93,6 @@ class CudaPlatform:
     def recording(self) -> Iterator[None]:
         """Without the garbage collector: what it frees while a stream is captured would end the capture."""
         torch.cuda.synchronize()
-        gc.collect()
         enabled = gc.isenabled()
         gc.disable()
         try:

@@ -5,6 +5,7 @@ options, checkpoint, machine ─► resolve ─► Worker.open (weights) ─► 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import random
 import time
@@ -16,8 +17,6 @@ from weakref import WeakKeyDictionary
 from lamella.engine.adapters.speculator import from_config
 from lamella.engine.compose.core_config import CoreConfig
 from lamella.engine.compose.describe import describe
-from lamella.engine.compose.tiers import LateMover, build_tiers
-from lamella.engine.compose.tiers import parse as parse_tiers
 from lamella.engine.config.machine import read_machine
 from lamella.engine.config.resolve import (
     CPU_MIN_TOKENS,
@@ -46,6 +45,9 @@ FAR_TOKENS, FAR_CONTEXT = 64, 4032
 reading the keys dominates."""
 GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 4096, 4096, 28672
 """The same on a GPU, which small chunks do not fill: their time would be that of the launches."""
+
+TIERS = "lamella.engine.compose.tiers"
+"""Imported where there are any: it brings all that copies between them."""
 
 log = logging.getLogger("lamella.core")
 
@@ -77,7 +79,8 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
     wanted = _wanted_tiers(options)
-    mover = LateMover() if wanted is not None else None
+    below = None if wanted is None else importlib.import_module(TIERS)
+    mover: Any = None if below is None else below.LateMover()
     executor = InProcess(Worker(resolved.runner, speculator, mover=mover), depth=resolved.depth, mover=mover)
     try:
         (report,) = executor.open()
@@ -99,8 +102,8 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         (explained,) = executor.call("explain", {})
         identity = f"{weights_identity(config.model_path, with_weights=options.load_format != 'dummy')} {options.dtype}"
         tiers = None
-        if wanted is not None and mover is not None:
-            tiers = build_tiers(wanted, resolved, report, num_blocks, identity, chunks)
+        if below is not None:
+            tiers = below.build_tiers(wanted, resolved, report, num_blocks, identity, chunks)
             mover.attach(tiers.mover)
         core = EngineCore(
             executor,
@@ -142,7 +145,9 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
 
 def _wanted_tiers(options: EngineOptions) -> TiersConfig | None:
     """Raises StartError where tiers have nothing to hold."""
-    wanted = parse_tiers(options.kv_tier)
+    if not options.kv_tier:
+        return None
+    wanted: TiersConfig | None = importlib.import_module(TIERS).parse(options.kv_tier)
     if wanted is not None and not options.enable_prefix_caching:
         raise StartError("--kv-tier keeps cached prefixes, and --no-enable-prefix-caching has none: leave one out")
     return wanted

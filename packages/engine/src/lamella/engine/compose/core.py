@@ -45,6 +45,7 @@ log = logging.getLogger("lamella.core")
 
 def main() -> int:
     """Run the core of the start message on standard input; returns the exit code."""
+    gc.disable()  # what is imported and built stays: collecting meanwhile walks it again and again
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -70,6 +71,7 @@ def main() -> int:
             return 1
         gc.collect()
         gc.freeze()
+        gc.enable()
         running.set()
         CoreLoop(core, inbox, outbox.put, linger_s=LINGER_S).run()
     except CoreCrash:

@@ -6,22 +6,19 @@ library, which does the arithmetic on a CPU.
 
 from __future__ import annotations
 
-import gguf
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
-from gguf import quants
 
 from lamella.runner_v2.errors import UnsupportedError
 from lamella.runner_v2.quant.device_blocks import dequantise_blocks
 from lamella.runner_v2.quant.scheme import FORMATS, WeightFormat
 
-GGML_TYPES: dict[str, gguf.GGMLQuantizationType] = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "float16": gguf.GGMLQuantizationType.F16,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
-    **{name: gguf.GGMLQuantizationType[name.upper()] for name, f in FORMATS.items() if f.quantised},
-}
-_NAMES = {ggml_type: name for name, ggml_type in GGML_TYPES.items()}
+if TYPE_CHECKING:
+    import gguf
 
 # Byte offsets of the half-precision scales in a block; every other byte may be anything.
 _SCALES = {
@@ -37,13 +34,22 @@ _SCALES = {
 _ROWS_AT_ONCE = 4096
 
 
+@cache
+def ggml_types() -> dict[str, gguf.GGMLQuantizationType]:
+    """The library's type of each format. It is imported when a format of its is met: most models have none."""
+    types = importlib.import_module("gguf").GGMLQuantizationType
+    dense = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    names = dense | {name: name.upper() for name, format in FORMATS.items() if format.quantised}
+    return {name: types[ggml_name] for name, ggml_name in names.items()}
+
+
 def format_of_ggml(ggml_type: gguf.GGMLQuantizationType, tensor: str) -> WeightFormat:
     """The format of a GGUF tensor type; UnsupportedError naming tensor, type and the supported ones."""
-    name = _NAMES.get(ggml_type)
-    if name is None:
-        supported = ", ".join(t.name for t in GGML_TYPES.values())
-        raise UnsupportedError(f"tensor {tensor} has GGUF type {ggml_type.name}; supported: {supported}")
-    return FORMATS[name]
+    for name, known in ggml_types().items():
+        if known == ggml_type:
+            return FORMATS[name]
+    supported = ", ".join(t.name for t in ggml_types().values())
+    raise UnsupportedError(f"tensor {tensor} has GGUF type {ggml_type.name}; supported: {supported}")
 
 
 def dequantise(data: torch.Tensor, format: WeightFormat) -> torch.Tensor:
@@ -58,7 +64,7 @@ def dequantise(data: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     # in slices, because the library's intermediates take several times the size of its result
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[start : start + _ROWS_AT_ONCE]
-        out[start : start + len(part)] = torch.from_numpy(quants.dequantize(part, GGML_TYPES[format.name]))
+        out[start : start + len(part)] = torch.from_numpy(_dequantised(part, format))
     return out.reshape(*data.shape[:-1], out.shape[-1])
 
 
@@ -70,9 +76,14 @@ def random_blocks(format: WeightFormat, num_blocks: int, std: float, rng: np.ran
     blocks = rng.integers(0, 256, (num_blocks, format.block_bytes), dtype=np.uint8)
     factors = rng.uniform(0.5, 1.5, num_blocks)
     _set_scales(format, blocks, factors)
-    spread = float(np.sqrt(np.mean(quants.dequantize(blocks[:256], GGML_TYPES[format.name]) ** 2)))
+    spread = float(np.sqrt(np.mean(_dequantised(blocks[:256], format) ** 2)))
     _set_scales(format, blocks, factors * (std / spread))
     return blocks
+
+
+def _dequantised(rows: np.ndarray, format: WeightFormat) -> np.ndarray:
+    quants = importlib.import_module("gguf.quants")
+    return np.asarray(quants.dequantize(rows, ggml_types()[format.name]))
 
 
 def _set_scales(format: WeightFormat, blocks: np.ndarray, factors: np.ndarray) -> None:

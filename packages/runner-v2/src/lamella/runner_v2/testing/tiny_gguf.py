@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from gguf import quants
 
-from lamella.runner_v2.quant.gguf_blocks import GGML_TYPES, random_blocks
+from lamella.runner_v2.quant.gguf_blocks import ggml_types, random_blocks
 from lamella.runner_v2.quant.scheme import FORMATS
 from lamella.runner_v2.testing.tiny_models import TinyModel, random_weights, tiny_config
 from lamella.runner_v2.testing.tiny_tokenizer import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL, vocabulary
@@ -117,7 +117,7 @@ def _add_weights(
             rows = np.stack(stack)
         file_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert file_name is not None, name
-        writer.add_tensor(file_name, rows, raw_dtype=GGML_TYPES[format])
+        writer.add_tensor(file_name, rows, raw_dtype=ggml_types()[format])
     return state
 
 
@@ -135,8 +135,8 @@ def _stored(weight: torch.Tensor, format: str, seed: int) -> tuple[npt.NDArray[A
         blocks = random_blocks(kind, num_blocks, _STD, np.random.default_rng(seed))
         rows = blocks.reshape(values.shape[0], -1)
     else:
-        rows = quants.quantize(values, GGML_TYPES[format])
-    return rows, torch.from_numpy(np.array(quants.dequantize(rows, GGML_TYPES[format]))).reshape(weight.shape)
+        rows = quants.quantize(values, ggml_types()[format])
+    return rows, torch.from_numpy(np.array(quants.dequantize(rows, ggml_types()[format]))).reshape(weight.shape)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from lamella.runner_v2.config import ModelConfig
 from lamella.runner_v2.errors import CheckpointError
 from lamella.runner_v2.weights.files import FolderCheckpoint, folder_config
-from lamella.runner_v2.weights.gguf import GgufCheckpoint
 from lamella.runner_v2.weights.slots import Checkpoint
 
 
@@ -24,7 +24,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"{path}: a folder without config.json; give the file itself, such as {ggufs[0]}")
         return FolderCheckpoint(path)
     if path.suffix == ".gguf" and path.is_file():
-        return GgufCheckpoint(path)
+        module = importlib.import_module("lamella.runner_v2.weights.gguf")  # brings the gguf library
+        opened: Checkpoint = module.GgufCheckpoint(path)
+        return opened
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     raise CheckpointError(f"{path}: neither a checkpoint folder nor a .gguf file")
