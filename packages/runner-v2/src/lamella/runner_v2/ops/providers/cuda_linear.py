@@ -14,12 +14,12 @@ from lamella.runner_v2.weights.slots import RawPart
 
 Packed = Mapping[str, torch.Tensor]
 
-FEW_TOKENS = 32
-"""Up to so many tokens the own kernel, with norms, activation and residual fused to its ends, beats cuBLAS and the
-kernels that it would need around it. On an H200, the four products of a llama-8b layer with all that, own and cuBLAS in
-us: m=1 121 and 124, m=8 120 and 125, m=32 129 and 130, m=48 163 and 132, m=128 172 and 147."""
-FEW_TOKENS_ALONE = 8
-"""The same for a product with nothing fused to it."""
+FEW_TOKENS = 8
+SMALL_MATRIX = 1 << 24
+"""Up to so many tokens the own kernel multiplies by matrices of fewer elements: it starts while its predecessor ends,
+which counts where a product takes a few microseconds. Large matrices and many tokens are cuBLAS's: on an H200, [m,
+4096] x [4096, 28672], own and cuBLAS in us: m=1 58 and 57, m=8 58 and 58, m=32 62 and 59, m=64 75 and 63, m=256 124 and
+93."""
 MULTIPLE = 8
 """The own kernels move 16 bytes at a time."""
 
@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
     bias: torch.Tensor | None  # [out]
     workspace: torch.Tensor
     own: bool
-    """The own kernel can multiply by it."""
+    """The own kernel multiplies by it, where tokens are few."""
 
 
 class Workspaces:
@@ -111,13 +111,14 @@ def pack_experts(parts: Sequence[RawPart], dtype: torch.dtype) -> dict[str, torc
 def bind_matrix(packed: Packed, workspaces: Workspaces, prefix: str = "") -> Matrix:
     """The matrix of pack_matrix()'s tensors under this prefix."""
     weight = packed[f"{prefix}weight"]
-    own = weight.shape[0] % MULTIPLE == 0 and weight.shape[1] % MULTIPLE == 0
+    aligned = weight.shape[0] % MULTIPLE == 0 and weight.shape[1] % MULTIPLE == 0
+    own = aligned and weight.numel() < SMALL_MATRIX
     return Matrix(weight, packed.get(f"{prefix}bias"), workspaces.linear(weight.device), own)
 
 
 def product(kernels: Any, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:  # [T, in] -> [T, out]
     """x @ weight^T + bias, nothing fused to it."""
-    if matrix.own and x.shape[0] <= FEW_TOKENS_ALONE:
+    if matrix.own and x.shape[0] <= FEW_TOKENS:
         out: torch.Tensor = kernels.linear(x, matrix.weight, matrix.workspace, bias=matrix.bias)
         return out
     return F.linear(x, matrix.weight, matrix.bias)
