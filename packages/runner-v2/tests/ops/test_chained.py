@@ -17,7 +17,7 @@ from lamella.runner_v2.inputs import LayerCache, ModelInput
 from lamella.runner_v2.layers.decoder import ChainedLayer, DecoderLayer
 from lamella.runner_v2.layers.rotary import make_table
 from lamella.runner_v2.ops.chained import chained_layer, split_parts
-from lamella.runner_v2.ops.providers import cuda_linear
+from lamella.runner_v2.ops.providers import cuda_chained, cuda_linear
 from lamella.runner_v2.ops.providers.cuda import CudaProvider
 from lamella.runner_v2.ops.providers.cuda_linear import FEW_TOKENS
 from lamella.runner_v2.ops.providers.torch import TorchProvider
@@ -131,7 +131,11 @@ def test_nine_kernels_a_layer(folder: Path, family: str, is_small: bool, monkeyp
     assert kernels.calls[2:] == expected
 
 
-def test_experts_norm_once_at_each_end(folder: Path) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_experts_norm_once_at_each_end(folder: Path, closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the experts the norm is part of their kernel, unless the stream is too wide for it."""
+    if not closes:
+        monkeypatch.setattr(cuda_chained, "_MAX_CLOSED", 0)
     kernels = Counted(cuda_kernels)
     ours = on_cuda(folder / "qwen3_moe-bfloat16", torch.bfloat16, kernels)
     ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
@@ -141,7 +145,8 @@ def test_experts_norm_once_at_each_end(folder: Path) -> None:
     attention = ["linear", "rope_write", "paged_decode", "linear", "rms_norm"]
     experts = [*attention, "linear", "moe_route", "fused_moe"]
     first = 2 + 1 + 9  # schedule, norm, dense layer
-    assert kernels.calls[first:] == [*experts, "rms_norm", *experts, "rms_norm", "linear"]
+    behind = [] if closes else ["rms_norm"]
+    assert kernels.calls[first:] == [*experts, *behind, *experts, "rms_norm", "linear"]
 
 
 def test_the_last_layer_prepares_nothing(folder: Path) -> None:

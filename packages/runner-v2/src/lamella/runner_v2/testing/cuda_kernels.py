@@ -354,6 +354,10 @@ def fused_moe(
     activation: str = "silu",
     workspace: torch.Tensor | None = None,  # uint8
     out: torch.Tensor | None = None,  # [num_tokens, hidden]
+    residual: torch.Tensor | None = None,  # [num_tokens, hidden]
+    next_norm: torch.Tensor | None = None,  # [hidden]
+    eps: float = 1e-6,
+    normed: torch.Tensor | None = None,  # [num_tokens, hidden]
     portable: bool = False,
 ) -> torch.Tensor:
     require(activation == "silu", "activation", f"is {activation!r}, needed silu")
@@ -376,7 +380,18 @@ def fused_moe(
                 inside = (F.silu(gate) * up).to(x.dtype).float()
                 total[token] += weights[token, choice] * (w2[expert].float() @ inside).to(x.dtype).float()
     result = total.to(x.dtype)
-    return result if out is None else out.copy_(result)
+    if residual is None:
+        require(next_norm is None, "next_norm", "needs a residual")
+        return result if out is None else out.copy_(result)
+    require(out is None, "out", "is not written with a residual")
+    require(hidden <= 8192, "residual", f"is {hidden} wide, 8192 at most")
+    check(residual, "residual", (x.dtype,), (num_tokens, hidden), aligned=True)
+    residual.add_(result)
+    if next_norm is None:
+        return residual
+    check_dense(next_norm, "next_norm", (x.dtype,), (hidden,))
+    found = _normed(residual, next_norm, eps, False)
+    return found if normed is None else normed.copy_(found)
 
 
 def copy_block_pairs(

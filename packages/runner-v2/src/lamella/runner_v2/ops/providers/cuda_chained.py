@@ -35,6 +35,9 @@ from lamella.runner_v2.ops.rotary import RopeTable
 from lamella.runner_v2.ops.spec import Picked, Site
 from lamella.runner_v2.weights.slots import RawPart
 
+_MAX_CLOSED = 8192
+"""Widest residual stream that the experts' kernel adds to and norms."""
+
 Ahead = torch.Tensor
 """What a layer prepares for the next one: its normed input [T, hidden]."""
 
@@ -197,8 +200,14 @@ def _finish_moe(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mo
     kernels = handle.kernels
     x = kernels.rms_norm(product(kernels, attended, handle.o), handle.mlp_norm, handle.eps, residual=hidden)
     ids, weights = kernels.moe_route(product(kernels, x, moe.router), moe.top_k, renormalize=moe.norm_topk)
-    delta = kernels.fused_moe(x, moe.gate_up, moe.down, ids, weights, workspace=moe.workspace)
-    return _close(hidden, delta, handle)
+    experts = (x, moe.gate_up, moe.down, ids, weights)
+    if hidden.shape[1] > _MAX_CLOSED:
+        return _close(hidden, kernels.fused_moe(*experts, workspace=moe.workspace), handle)
+    # the sum over a token's experts takes the residual stream and the next norm along
+    normed = kernels.fused_moe(
+        *experts, workspace=moe.workspace, residual=hidden, next_norm=handle.next_norm, eps=handle.eps
+    )
+    return None if handle.next_norm is None else normed
 
 
 def _close(hidden: torch.Tensor, delta: torch.Tensor, handle: _Layer) -> Ahead | None:
