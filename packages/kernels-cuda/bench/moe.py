@@ -33,6 +33,16 @@ def rows(emit):
                 flops=6 * m * TOP_K * hidden * inner,
                 test="test_moe.py",
             )
+        for m in (1, 8):
+            calls, moved = chain(m, w13, w2, {}, with_route=True, close=True)
+            emit(
+                f"MoE {num_experts}e with routing, residual and next norm, m={m}",
+                seconds(calls, replays=9),
+                None,
+                None,
+                bytes=moved,
+                test="test_moe.py",
+            )
         m = 32
         alone, _ = chain(m, w13, w2, {}, with_route=False)
         emit(f"MoE {num_experts}e experts alone, m={m}", seconds(alone), None, None, test="test_moe.py")
@@ -58,8 +68,8 @@ def rows(emit):
         )
 
 
-def chain(m, w13, w2, blocks, with_route):
-    """(calls that rotate over tokens and so over experts, bytes that one must move)."""
+def chain(m, w13, w2, blocks, with_route, close=False):
+    """(calls that rotate over tokens and so over experts, bytes that one must move). close: with residual and norm."""
     num_experts, hidden, inner = w13.shape[0], w13.shape[2], w2.shape[2]
     fp8 = bool(blocks)
     workspace = kernels.moe_workspace(
@@ -73,12 +83,15 @@ def chain(m, w13, w2, blocks, with_route):
         x, logits = torch.randn(m, hidden, device="cuda").bfloat16(), torch.randn(m, num_experts, device="cuda")
         ids, weights = kernels.moe_route(logits, TOP_K)
         hit += int(ids.unique().numel())
-        out = torch.empty_like(x)
+        out, stream, gain = torch.empty_like(x), torch.zeros_like(x), torch.ones_like(x[0])
 
-        def call(x=x, logits=logits, ids=ids, weights=weights, out=out):
-            if with_route:
-                kernels.moe_route(logits, TOP_K, ids=ids, weights=weights)
-            kernels.fused_moe(x, w13, w2, ids, weights, workspace=workspace, out=out, **blocks)
+        def call(x=x, logits=logits, ids=ids, weights=weights, out=out, stream=stream, gain=gain):
+            options = {"logits": logits} if with_route else {}
+            if close:
+                options |= {"residual": stream, "next_norm": gain, "normed": out}
+            else:
+                options |= {"out": out}
+            kernels.fused_moe(x, w13, w2, ids, weights, workspace=workspace, **options, **blocks)
 
         calls.append(call)
     return calls, hit // len(calls) * expert_bytes + 2 * m * hidden * 2

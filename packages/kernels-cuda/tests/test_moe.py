@@ -310,6 +310,51 @@ def test_residual_and_next_norm(portable, num_tokens, hidden, top_k, dtype):
     assert torch.equal(residual, expected), f"{what}, no norm: {int((residual != expected).sum())} elements differ"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(8, 2), (96, 8), (128, 8), (160, 6), (256, 32), (257, 8), (512, 10)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_from_logits(num_tokens, num_experts, top_k, dtype, renormalize):
+    w13, w2 = experts_of(num_experts, 256, 128, torch.bfloat16)
+    x = torch.randn(num_tokens, 256, device="cuda").bfloat16()
+    logits = torch.randn(num_tokens, num_experts + 8, device="cuda").to(dtype)[:, :num_experts]
+    logits[0, :3] = torch.nan
+    ids, weights = routed(logits, top_k, renormalize=renormalize)
+    expected = kernels.fused_moe(x, w13, w2, ids, weights)
+    workspace, head = dirty_workspace(x, w13, ids)
+    got_ids, got_weights = poisoned(*ids.shape, dtype=torch.int32), poisoned(*ids.shape, dtype=torch.float32)
+    residual = torch.zeros_like(x)
+    for _ in range(2):
+        out = kernels.fused_moe(
+            x, w13, w2, got_ids, got_weights, logits=logits, renormalize=renormalize, workspace=workspace
+        )
+        assert torch.equal(got_ids, ids), (got_ids[0], ids[0])
+        assert torch.equal(got_weights, weights), (got_weights[0], weights[0])
+        assert torch.equal(out, expected), relative_error(out, expected)
+        got_ids.fill_(-1)
+        residual.zero_()
+        kernels.fused_moe(
+            x, w13, w2, got_ids, got_weights, logits=logits, renormalize=renormalize, workspace=workspace,
+            residual=residual,
+        )  # fmt: skip
+        assert torch.equal(residual, expected), relative_error(residual, expected)
+    assert (workspace[:head] == 0).all(), "flags were left up"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 20])
+def test_experts_from_logits_with_map(num_tokens):
+    w13, w2 = experts_of(16, 256, 128, torch.bfloat16)
+    x, logits = torch.randn(num_tokens, 256, device="cuda").bfloat16(), torch.randn(num_tokens, 64, device="cuda")
+    expert_map = torch.full((64,), -1, device="cuda", dtype=torch.int32)
+    expert_map[16:32] = torch.arange(16, device="cuda", dtype=torch.int32)
+    ids, weights = routed(logits, 8)
+    expected = kernels.fused_moe(x, w13, w2, ids, weights, expert_map=expert_map)
+    ids.fill_(-1)
+    assert torch.equal(kernels.fused_moe(x, w13, w2, ids, weights, expert_map=expert_map, logits=logits), expected)
+
+
 @pytest.mark.parametrize("num_tokens", [2, 40])
 def test_weights_beyond_2_31_elements(num_tokens):
     num_experts, hidden, inner = 512, 2304, 1024
@@ -353,8 +398,7 @@ def test_captured_in_a_graph(num_tokens):
     out = poisoned(*x.shape, dtype=x.dtype)
 
     def step():
-        kernels.moe_route(logits, 4, ids=ids, weights=weights)
-        kernels.fused_moe(x, w13, w2, ids, weights, workspace=workspace, out=out)
+        kernels.fused_moe(x, w13, w2, ids, weights, workspace=workspace, out=out, logits=logits)
 
     step()
     torch.cuda.synchronize()
@@ -392,6 +436,7 @@ def test_wrong_arguments_are_named():
         ((x, w13, w2, ids, weights), {"next_norm": x[0]}, "next_norm"),
         ((x, w13, w2, ids, weights), {"residual": x, "next_norm": x[0, :8]}, "next_norm"),
         ((x, w13, w2, ids, weights), {"residual": x, "normed": x}, "normed"),
+        ((x, w13, w2, ids, weights), {"logits": torch.zeros(4, 9, device="cuda")}, "logits"),
         ((x, w13.half(), w2, ids, weights), {}, "w13"),
     ]:
         with pytest.raises(ValueError, match=rf"^{name}:"):

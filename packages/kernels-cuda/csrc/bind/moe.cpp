@@ -74,7 +74,8 @@ void experts(const TensorView& out, const TensorView& x, const TensorView& w13, 
              const TensorView& ids, const TensorView& weights, const std::optional<TensorView>& w13_scale,
              const std::optional<TensorView>& w2_scale, const std::optional<TensorView>& map,
              const TensorView& workspace, bool portable, const std::optional<TensorView>& residual,
-             const std::optional<TensorView>& next_norm, const std::optional<TensorView>& normed, double eps) {
+             const std::optional<TensorView>& next_norm, const std::optional<TensorView>& normed, double eps,
+             const std::optional<TensorView>& logits, bool renormalize) {
   check(x, "x", {DType::bf16, DType::f16}, {-1, -1});
   check_aligned(x, "x");
   const int64_t tokens = x.shape[0], hidden = x.shape[1];
@@ -129,6 +130,13 @@ void experts(const TensorView& out, const TensorView& x, const TensorView& w13, 
   }
   const int32_t* expert_map = checked_map(map, x);
   const int64_t map_size = map ? map->shape[0] : 0;
+  if (logits) {
+    const int64_t choices = map ? map_size : num_experts;
+    check(*logits, "logits", {DType::f32, DType::bf16, DType::f16}, {tokens, choices});
+    check_same_device(*logits, "logits", x);
+    require(choices <= 1024, "logits", "has " + std::to_string(choices) + " experts, needed 1 to 1024");
+    require(top_k <= 32 && top_k <= choices, "ids", "has more than 32 experts per token, or more than there are");
+  }
   check_contiguous(workspace, "workspace", {DType::u8}, {-1});
   require(reinterpret_cast<uintptr_t>(workspace.data) % 256 == 0, "workspace", "does not start at a multiple of 256");
   check_same_device(w13, "w13", x);
@@ -167,7 +175,11 @@ void experts(const TensorView& out, const TensorView& x, const TensorView& w13, 
                        next_norm ? next_norm->data : nullptr,
                        residual ? residual->strides[0] : 0,
                        normed ? normed->strides[0] : 0,
-                       static_cast<float>(eps)};
+                       static_cast<float>(eps),
+                       logits ? logits->data : nullptr,
+                       logits ? logits->strides[0] : 0,
+                       logits ? elem_of(logits->dtype) : 0,
+                       renormalize};
   succeed(lamella_moe(&moe, workspace.data, workspace.shape[0], on.stream), "fused_moe");
 }
 
@@ -184,7 +196,8 @@ void bind_moe(py::module_& m) {
         py::arg("map_size"), py::arg("hidden"), py::arg("inner"), py::arg("fp8"), py::arg("portable"));
   m.def("fused_moe", &experts, py::arg("out"), py::arg("x"), py::arg("w13"), py::arg("w2"), py::arg("ids"),
         py::arg("weights"), py::arg("w13_scale"), py::arg("w2_scale"), py::arg("expert_map"), py::arg("workspace"),
-        py::arg("portable"), py::arg("residual"), py::arg("next_norm"), py::arg("normed"), py::arg("eps"));
+        py::arg("portable"), py::arg("residual"), py::arg("next_norm"), py::arg("normed"), py::arg("eps"),
+        py::arg("logits"), py::arg("renormalize"));
 }
 
 }  // namespace lamella::bind

@@ -22,7 +22,7 @@ __device__ __forceinline__ int local_expert(int id, const int32_t* map, int64_t 
 
 template <int kWarps>
 __global__ void __launch_bounds__(kWarps * 32) moe_align_kernel(const AlignParams p) {
-  constexpr int kThreads = kWarps * 32, kBatch = 4, kPer = 1024 / kThreads;
+  constexpr int kThreads = kWarps * 32, kBatch = 8, kPer = 1024 / kThreads;
   extern __shared__ int table[];  // [kWarps][num_experts]
   __shared__ int warp_rows[kWarps], starts[1024], shares[1024];  // of experts: first place, pairs of a block
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_experts = p.num_experts;

@@ -6,6 +6,7 @@
 #include "moe/combine.cuh"
 #include "moe/gemm_portable.h"
 #include "moe/gemm_sm90.h"
+#include "moe/route.h"
 
 namespace lamella {
 
@@ -41,7 +42,7 @@ struct MoeLayout {
     const int64_t mean = (pairs + spread - 1) / spread;
     hopper = !portable && device_facts().capability == 90;
     block_rows = hopper ? moe_sm90_rows(tokens, mean, fp8) : moe_portable_rows(mean);
-    direct = hopper && tokens <= 2 && pairs <= kMaxDirect;
+    direct = hopper && tokens <= kMaxDirectTokens && pairs <= kMaxDirect;
     max_blocks = direct ? pairs : lamella_moe_max_blocks(pairs, experts, block_rows);
     places = max_blocks * block_rows;
     total = kFlagBytes;
@@ -114,6 +115,30 @@ int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
   const auto ints = [&](int64_t offset) { return reinterpret_cast<int32_t*>(work + offset); };
   const auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(work + offset); };
 
+  RouteParams route = {};
+  if (m.logits != nullptr) {
+    const int64_t choices = m.expert_map != nullptr ? m.map_size : m.num_experts;
+    if (at.direct && m.expert_map == nullptr && choices <= kMaxDirectRoute && m.top_k <= 32 && m.top_k <= choices) {
+      route = RouteParams{m.ids,
+                          m.weights,
+                          m.logits,
+                          nullptr,
+                          m.num_tokens,
+                          m.logits_stride,
+                          static_cast<int>(choices),
+                          m.top_k,
+                          kScoreSoftmax,
+                          1,
+                          1,
+                          m.logits_elem,
+                          m.renormalize != 0,
+                          1.f};
+    } else if (const int status =
+                   lamella_moe_route(m.ids, m.weights, m.logits, nullptr, m.num_tokens, choices, m.logits_stride,
+                                     m.top_k, kScoreSoftmax, m.renormalize, 1, 1, 1.f, m.logits_elem, stream)) {
+      return status;
+    }
+  }
   const void* x = m.x;
   int64_t x_stride = m.x_stride;
   if (fp8) {
@@ -141,7 +166,8 @@ int run(const LamellaMoe& m, char* work, int64_t work_bytes, void* stream) {
                        at.direct ? nullptr : ints(at.num_rows),
                        static_cast<int>(m.num_tokens * m.top_k),
                        static_cast<int>(m.num_experts),
-                       m.top_k};
+                       m.top_k,
+                       route};
   g.partials = floats(at.partials);
   g.flags = reinterpret_cast<unsigned*>(work);
 

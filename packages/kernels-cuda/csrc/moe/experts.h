@@ -11,8 +11,8 @@ typedef struct LamellaMoe {
   const void* x;         // [T, H]
   const void* w13;       // [E, 2 I, H], gate rows first
   const void* w2;        // [E, H, I]
-  const int32_t* ids;    // [T, k]; -1 or outside of the map: left out
-  const float* weights;  // [T, k]
+  int32_t* ids;    // [T, k]; -1 or outside of the map: left out
+  float* weights;  // [T, k]
   const int32_t* expert_map;  // [map_size]: id -> expert of w13 and w2, or -1; null: ids are theirs
   const float* w13_scale;     // fp8: [E, 2 I / 128, H / 128]
   const float* w2_scale;      // fp8: [E, H / 128, I / 128]
@@ -29,6 +29,10 @@ typedef struct LamellaMoe {
   const void* next_norm;  // [H] or null: no norm
   int64_t residual_stride, normed_stride;
   float eps;
+  const void* logits;  // [T, E or map_size] or null; with it ids and weights are written first, as lamella_moe_route()
+                       // does with softmax and no groups
+  int64_t logits_stride;
+  int logits_elem, renormalize;
 } LamellaMoe;
 
 // Widest H with a residual.
@@ -40,6 +44,7 @@ LAMELLA_API int64_t lamella_moe_workspace(int64_t num_tokens, int64_t top_k, int
                                           int64_t hidden, int64_t inner, int fp8, int portable);
 LAMELLA_API int64_t lamella_moe_zeroed(void);
 
-// Four launches: sort the pairs (left out for one or two tokens), two grouped products, weighted sum; fp8 has two more.
+// Four launches: sort the pairs (left out for one or two tokens), two grouped products, weighted sum; fp8 has two more,
+// logits one more (none for one or two tokens and up to 256 experts, all of them here).
 // H and I are multiples of 8, with fp8 weights of 128. The result does not depend on timing.
 LAMELLA_API int lamella_moe(const LamellaMoe* moe, void* workspace, int64_t workspace_bytes, void* stream);

@@ -10,6 +10,7 @@
 #include "device/dtype.cuh"
 #include "device/launch.cuh"
 #include "moe/align.cuh"
+#include "moe/route.cuh"
 
 namespace lamella {
 
@@ -18,9 +19,12 @@ struct MoeBlocks {
   int64_t map_size;
   const int32_t *sorted_ids, *block_experts, *block_sizes, *num_rows;  // of align; num_rows null: without
   int num_ids, num_experts, top_k;
+  RouteParams route;  // logits null: ids and weights are there; only without align
 };
 
-constexpr int kMaxDirect = 64;  // pairs that are served without align
+constexpr int kMaxDirect = 64;        // pairs that are served without align,
+constexpr int kMaxDirectTokens = 2;   // of so many tokens
+constexpr int kMaxDirectRoute = 256;  // experts among which the products can choose by themselves
 
 struct MoeGemm {
   MoeBlocks blocks;
@@ -60,6 +64,27 @@ __device__ __forceinline__ void list_direct(DirectBlocks& list, const MoeBlocks&
     count += __popc(have);
   }
   if (lane == 0) list.count = count;
+}
+
+// The same where ids are yet to be chosen: warp t for token t, by every thread block and in both products. Written, for
+// the sum over experts, by the first block of the first.
+template <int kPer>
+__device__ __forceinline__ void route_direct(DirectBlocks& list, const MoeBlocks& b, bool write) {
+  const int token = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float bias[kPer], weight;
+  int id;
+  load_bias(bias, b.route);
+  route_token(b.route, token, bias, id, weight);
+  if (lane < b.top_k) {
+    const int pair = token * b.top_k + lane;
+    list.pair[pair] = static_cast<int16_t>(pair);
+    list.expert[pair] = static_cast<int16_t>(id);
+    if (write) {
+      b.route.ids[pair] = id;
+      b.route.weights[pair] = weight;
+    }
+  }
+  if (threadIdx.x == 0) list.count = b.num_ids;
 }
 
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }

@@ -53,7 +53,17 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
   // launch_successor(), which comes after its wait: the list is complete by then, and weights may be asked for at once.
   // It is read past L1, which may hold what lay there before.
   if (kFirst) wait_predecessor();
-  if (!aligned && warp == 0) list_direct(direct, g.blocks);
+  if constexpr (kTokens == 8) {
+    if (!aligned && g.blocks.route.logits != nullptr) {
+      const bool write = kFirst && blockIdx.x == 0;
+      if (warp < static_cast<int>(g.blocks.route.num_tokens)) {
+        if (g.blocks.num_experts <= 128) route_direct<4>(direct, g.blocks, write);
+        else route_direct<8>(direct, g.blocks, write);
+      }
+    } else if (!aligned && warp == 0) {
+      list_direct(direct, g.blocks);
+    }
+  }
   __syncthreads();
   if (kFirst) launch_successor();
   const int num_blocks = aligned ? __ldcg(g.blocks.num_rows) / kTokens : direct.count;

@@ -30,20 +30,21 @@ __device__ __forceinline__ uint32_t rank_of(float x) {
 constexpr uint32_t kTaken = 0, kOtherGroup = 1;
 
 template <int kPer>
-__global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const RouteParams p) {
-  const int lane = threadIdx.x % 32;
-  const int64_t token = int64_t{blockIdx.x} * kRouteWarps + threadIdx.x / 32;
-  const float kNone = -__int_as_float(0x7f800000);
-  launch_successor();
-  float bias[kPer];
+__device__ __forceinline__ void load_bias(float (&bias)[kPer], const RouteParams& p) {
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
-    const int e = lane + 32 * i;
+    const int e = threadIdx.x % 32 + 32 * i;
     bias[i] = p.bias != nullptr && e < p.num_experts ? p.bias[e] : 0.f;
   }
-  wait_predecessor();
-  if (token >= p.num_tokens) return;
+}
 
+// By a warp; lane j < top_k gets the j-th choice and its weight. Logits are read past L1, which may hold what lay there
+// before.
+template <int kPer>
+__device__ __forceinline__ void route_token(const RouteParams& p, int64_t token, const float (&bias)[kPer], int& my_id,
+                                            float& my_weight) {
+  const int lane = threadIdx.x % 32;
+  const float kNone = -__int_as_float(0x7f800000);
   float logit[kPer];
   const int64_t row = token * p.logits_stride;
 #pragma unroll
@@ -51,9 +52,9 @@ __global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const Route
     const int e = lane + 32 * i;
     float x = kNone;
     if (e < p.num_experts) {
-      if (p.elem == static_cast<int>(Elem::f32)) x = static_cast<const float*>(p.logits)[row + e];
-      else if (p.elem == static_cast<int>(Elem::f16)) x = to_float(static_cast<const f16*>(p.logits)[row + e]);
-      else x = to_float(static_cast<const bf16*>(p.logits)[row + e]);
+      if (p.elem == static_cast<int>(Elem::f32)) x = __ldcg(static_cast<const float*>(p.logits) + row + e);
+      else if (p.elem == static_cast<int>(Elem::f16)) x = to_float(__ldcg(static_cast<const f16*>(p.logits) + row + e));
+      else x = to_float(__ldcg(static_cast<const bf16*>(p.logits) + row + e));
     }
     logit[i] = isfinite(x) ? x : kNone;
   }
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const Route
     if (e >= p.num_experts) rank[i] = kTaken;
   }
 
-  int my_id = 0;
+  my_id = 0;
   float my_score = 0.f;
   for (int j = 0; j < p.top_k; ++j) {
     uint32_t best = rank[0];
@@ -155,9 +156,24 @@ __global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const Route
   }
   float factor = p.scale;
   if (p.renormalize) factor /= warp_sum(my_score) + 1e-20f;
+  my_weight = my_score * factor;
+}
+
+template <int kPer>
+__global__ void __launch_bounds__(kRouteWarps * 32) moe_route_kernel(const RouteParams p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t token = int64_t{blockIdx.x} * kRouteWarps + threadIdx.x / 32;
+  launch_successor();
+  float bias[kPer];
+  load_bias(bias, p);
+  wait_predecessor();
+  if (token >= p.num_tokens) return;
+  int id;
+  float weight;
+  route_token(p, token, bias, id, weight);
   if (lane < p.top_k) {
-    p.ids[token * p.top_k + lane] = my_id;
-    p.weights[token * p.top_k + lane] = my_score * factor;
+    p.ids[token * p.top_k + lane] = id;
+    p.weights[token * p.top_k + lane] = weight;
   }
 }
 

@@ -123,7 +123,9 @@ template <class Shape, class T, int kN, class Ring>
 __device__ __forceinline__ void moe_multiply(float (&gate)[kN / 2], float (&up)[kN / 2], const char* stages,
                                              uint64_t* full, uint64_t* empty, Ring& ring, int group, int units) {
   const bool leader = threadIdx.x % 32 == 0;
-  bool accumulate = false;
+  // zeros, not a first product that ignores them: registers that are read before they are written live from the start
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) gate[i] = up[i] = 0.f;
   int before = -1;
   for (int unit = 0; unit < units; ++unit) {
     barrier_wait(full + ring.stage, ring.parity);
@@ -134,9 +136,8 @@ __device__ __forceinline__ void moe_multiply(float (&gate)[kN / 2], float (&up)[
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      Wgmma<T, kN>::run(gate, a + 2 * k, b + 2 * k, accumulate);
-      Wgmma<T, kN>::run(up, a + 512 + 2 * k, b + 2 * k, accumulate);
-      accumulate = true;
+      Wgmma<T, kN>::run(gate, a + 2 * k, b + 2 * k, true);
+      Wgmma<T, kN>::run(up, a + 512 + 2 * k, b + 2 * k, true);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one has been read

@@ -103,6 +103,8 @@ def fused_moe(
     next_norm: torch.Tensor | None = None,  # [hidden]
     eps: float = 1e-6,
     normed: torch.Tensor | None = None,  # [num_tokens, hidden]
+    logits: torch.Tensor | None = None,  # [num_tokens, num_experts, or num_ids_of_experts with expert_map]
+    renormalize: bool = True,
     portable: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t, j] * w2[e] @ (silu(gate) * up), gate and up = w13[e] @ x[t], e = ids[t, j].
@@ -115,6 +117,9 @@ def fused_moe(
     With residual (hidden up to 8,192) there is no out: residual becomes out + residual, both rounded, and is returned;
     with next_norm also rms_norm(residual, next_norm, eps) is computed, into normed, and that is returned: what
     rms_norm(out, next_norm, eps, residual=residual) gives, by one kernel less.
+
+    With logits, ids and weights are written, as moe_route(logits, top_k, renormalize=renormalize) would: for one or two
+    tokens and up to 256 experts, all of them here, by one kernel less.
 
     The result does not depend on timing. workspace: moe_workspace() of at least moe_workspace_bytes(); one stream at a
     time, and it may be used again at once. portable: not the Hopper kernels, for comparison.
@@ -142,6 +147,6 @@ def fused_moe(
         w13, w2 = w13.view(torch.uint8), w2.view(torch.uint8)
     native().fused_moe(
         out, x, w13, w2, ids, weights, w13_scale, w2_scale, expert_map, workspace, portable,
-        residual, next_norm, normed, eps,
+        residual, next_norm, normed, eps, logits, renormalize,
     )  # fmt: skip
     return out if normed is None else normed
