@@ -69,16 +69,16 @@ __device__ __forceinline__ void load_box_to_both(void* to, const CUtensorMap* ma
 
 // A tile as one thread block sees it.
 struct WideTile {
-  int part;         // of the expert's tiles
-  int expert;
+  int block, part;  // part: of the expert's tiles
   int half, mine;   // pairs of the first thread block, a multiple of 8; of this one
   int64_t place;    // of this one's first pair among the sorted ones
 
-  __device__ __forceinline__ WideTile(int tile, const MoeGemm& g, uint32_t rank) {
-    const int block = tile / g.num_tiles;
+  __device__ __forceinline__ static int size_of(int tile, const MoeGemm& g) {
+    return __ldcg(g.blocks.block_sizes + tile / g.num_tiles);
+  }
+  __device__ __forceinline__ WideTile(int tile, int size, const MoeGemm& g, uint32_t rank) {
+    block = tile / g.num_tiles;
     part = tile % g.num_tiles;
-    expert = __ldcg(g.blocks.block_experts + block);
-    const int size = __ldcg(g.blocks.block_sizes + block);
     half = ((size + 1) / 2 + 7) / 8 * 8;
     mine = rank == 0 ? min(size, half) : max(size - half, 0);
     place = int64_t{block} * kWideRows + (rank == 0 ? 0 : half);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
         const int rows_of_expert = static_cast<int>(g.rows);
         const uint64_t policy = normal_policy();
         const auto first_row = [&](const WideTile& t) {
-          return t.expert * rows_of_expert + t.part * (kFirst ? 128 : 256);
+          return __ldcg(g.blocks.block_experts + t.block) * rows_of_expert + t.part * (kFirst ? 128 : 256);
         };
         // rows of h come in whole boxes; what is behind the last pair is not used
         const auto token_bytes = [&](const WideTile& t) { return kFirst ? 0 : (t.mine + 15) / 16 * 16 * 128; };
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
           // fill the buffers with weights while the first product ends, then add the rows that it wrote
           int filled = 0;
           for (int tile = first_tile; filled < kStages && tile < num_tiles; tile += step) {
-            const WideTile t(tile, g, rank);
+            const WideTile t(tile, WideTile::size_of(tile, g), g, rank);
             const int row = first_row(t), bytes = token_bytes(t);
             for (int k = 0; k < g.num_k && filled < kStages; ++k) weights(filled++, row, k, bytes);
           }
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
         MoeRing<kStages> ring(1);
         int count = 0;
         for (int tile = first_tile; tile < num_tiles; tile += step) {
-          const WideTile t(tile, g, rank);
+          const WideTile t(tile, WideTile::size_of(tile, g), g, rank);
           const int row = first_row(t), bytes = token_bytes(t);
           for (int k = 0; k < g.num_k; ++k, ++count) {
             if (kFirst || count >= kStages) {
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
         if (++ready == kStages) ready = 0;
       };
       for (int tile = first_tile; tile < num_tiles; tile += step) {
-        const WideTile here(tile, g, rank);
+        const WideTile here(tile, WideTile::size_of(tile, g), g, rank);
         uint32_t rows[kRows];  // where they start, in steps of 16 bytes
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -327,8 +327,11 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
     const uint32_t peer_empty = peer_address(shared_address(empty), rank ^ 1);
     char* slice = slices + group * Shape::kSliceBytes;
     MoeRing<kStages> ring(0);
+    int next_size = first_tile < num_tiles ? WideTile::size_of(first_tile, g) : 0;
     for (int tile = first_tile; tile < num_tiles; tile += step) {
-      const WideTile t(tile, g, rank);
+      const WideTile t(tile, next_size, g, rank);
+      // asked for now, so that nobody waits for it between two tiles
+      if (tile + step < num_tiles) next_size = WideTile::size_of(tile + step, g);
       int pairs[kWideHalf / 32];
 #pragma unroll
       for (int i = 0; i < kWideHalf / 32; ++i) {
