@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from lamella.runner_v2.attention import cuda as cuda_attention
 from lamella.runner_v2.attention.cuda import CudaAttention
 from lamella.runner_v2.ops.providers.cuda import CudaProvider
 from lamella.runner_v2.ops.providers.torch import TorchProvider
 from lamella.runner_v2.testing import cuda_kernels
-from lamella.runner_v2.testing.attention_cases import KERNEL_CASES, make_data, run_case
+from lamella.runner_v2.testing.attention_cases import KERNEL_CASES, AttentionCase, make_data, run_case
 from lamella.runner_v2.testing.op_cases import op_cases, placed, relative_error, rounded, run_op
 from lamella.runner_v2.testing.poison import poisoned_memory
 
@@ -55,3 +56,30 @@ def test_attention_equals_dense(name: str, dtype: torch.dtype, fused: bool) -> N
         assert out.dtype == dtype
         assert relative_error(out, data.out) < TOLERANCE[dtype]
         torch.testing.assert_close(lse, data.lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("query_len", "seq_len"), [(3, 131), (20, 200), (1, 300), (64, 640)])
+def test_a_chunk_behind_a_long_prefix_is_cut(query_len: int, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in parts, merged: what the whole gives. One token is a decoding row, and not cut here."""
+    monkeypatch.setattr(cuda_attention, "_MIN_PART", 32)
+    case = AttentionCase("", ((seq_len, query_len),), 4, 2, 64)
+    data = make_data(case, torch.bfloat16, dtype=torch.bfloat16)
+    backend = CudaAttention(cuda_kernels, "cpu")
+    backend.bind(case.limits(torch.bfloat16, torch.bfloat16))
+    plan = backend.plan(data.batch, 0)
+    assert (plan.parts is not None) == (query_len > 1)
+    if plan.parts is not None:
+        assert int(plan.parts.last_len) + int(plan.parts.seq_lens.sum()) == seq_len
+        assert int(plan.parts.last_len) >= query_len
+    out, lse = run_case(backend, data, False)
+    assert relative_error(out, data.out) < TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(lse, data.lse, rtol=1e-3, atol=1e-3)
+
+
+def test_chunks_among_others_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "_MIN_PART", 32)
+    case = AttentionCase("", ((200, 20), (300, 1)), 4, 2, 64)
+    data = make_data(case, torch.bfloat16, dtype=torch.bfloat16)
+    backend = CudaAttention(cuda_kernels, "cpu")
+    backend.bind(case.limits(torch.bfloat16, torch.bfloat16))
+    assert backend.plan(data.batch, 0).parts is None

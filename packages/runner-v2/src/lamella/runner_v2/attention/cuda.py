@@ -6,6 +6,12 @@
 Everything that a plan holds lies on the device, made by kernels on the current stream: nothing is read back, so that a
 plan can be captured in a graph together with the layers that use it. Schedules are written into buffers that were
 allocated by bind(), one per group and lane.
+
+One chunk of few tokens behind a long prefix leaves most of the device idle: its keys are then cut, and the parts are
+computed as sequences of their own and merged.
+
+    keys       [ part 0 ) [ part 1 ) ... [ part S - 1: the rest, with the chunk's own keys )
+    queries      all        all            all, causal
 """
 
 from __future__ import annotations
@@ -19,6 +25,25 @@ from lamella.runner_v2.inputs import InputBatch, LayerCache
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _BLOCK_MULTIPLE = 16
+
+
+_FEW_BLOCKS = 66
+"""Thread blocks of a prefill that leave half of a large device idle."""
+_MAX_PARTS = 16
+_MIN_PART = 1024
+"""Keys of a part: shorter ones are not worth the merging."""
+_ROWS = 128
+"""Query rows that a thread block of the prefill kernel takes."""
+
+
+class Parts(NamedTuple):
+    """How the keys of the only chunk of a step are cut. C = S - 1 parts lie before the last."""
+
+    table: torch.Tensor  # [C, part_len / block_size] int32
+    seq_lens: torch.Tensor  # [C] int32, all of part_len
+    query_start: torch.Tensor  # [C + 1] int32
+    last_table: torch.Tensor  # [1, ..] int32
+    last_len: torch.Tensor  # [1] int32
 
 
 class CudaPlan(NamedTuple):
@@ -39,6 +64,7 @@ class CudaPlan(NamedTuple):
     query_start: torch.Tensor | None  # [P + 1] int32 behind the single rows' tokens, None: P is 0
     workspace: torch.Tensor
     """Of the plan's lane."""
+    parts: Parts | None = None
 
 
 class _Lane(NamedTuple):
@@ -123,6 +149,7 @@ class CudaAttention:
             seq_lens=seq_lens[num_single:],
             query_start=query_start,
             workspace=buffers.workspace,
+            parts=self._parts(batch, num_single, table, window) if num_rows - num_single == 1 else None,
         )
 
     def write(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, plan: CudaPlan) -> None:
@@ -160,21 +187,92 @@ class CudaAttention:
                 out=out[:split].unsqueeze(1),
                 lse=None if lse is None else lse[:split].unsqueeze(1),
             )
-        if plan.query_start is not None:
-            self._kernels.paged_prefill(
-                q[split:],
-                cache.k,
-                cache.v,
-                plan.table,
-                plan.query_start,
-                plan.seq_lens,
-                plan.max_query_len,
-                limits.scale,
-                window=plan.window,
-                softcap=softcap,
-                out=out[split:],
-                lse=None if lse is None else lse[split:],
-            )
+        if plan.query_start is None:
+            return
+        rest, rest_lse = out[split:], None if lse is None else lse[split:]
+        if plan.parts is not None:
+            self._run_parts(q[split:], cache, plan, plan.parts, rest, rest_lse)
+            return
+        self._kernels.paged_prefill(
+            q[split:],
+            cache.k,
+            cache.v,
+            plan.table,
+            plan.query_start,
+            plan.seq_lens,
+            plan.max_query_len,
+            limits.scale,
+            window=plan.window,
+            softcap=softcap,
+            out=rest,
+            lse=rest_lse,
+        )
+
+    def _parts(self, batch: InputBatch, num_single: int, table: torch.Tensor, window: int) -> Parts | None:
+        """None where the chunk fills the device, or its prefix is short, or there are other rows: then max_seq_len may
+        be one of theirs. Drafts that were rejected make the true length shorter, by less than what the last part
+        holds."""
+        limits = self._bound
+        query_len, seq_len = batch.num_tokens - num_single, batch.max_seq_len
+        group = limits.num_heads // limits.num_kv_heads
+        num_blocks = limits.num_kv_heads * -(-query_len * group // _ROWS)
+        num_parts = min(_MAX_PARTS, 2 * _FEW_BLOCKS // num_blocks, (seq_len - query_len) // _MIN_PART)
+        if window or batch.num_rows > 1 or num_blocks > _FEW_BLOCKS or num_parts < 2:
+            return None
+        per_part = (seq_len - query_len) // num_parts // limits.block_size
+        count, part_len = num_parts - 1, per_part * limits.block_size
+        row = table[num_single:]
+        device = row.device
+        return Parts(
+            table=row[:, : count * per_part].view(count, per_part),
+            seq_lens=torch.full((count,), part_len, dtype=torch.int32, device=device),
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=device) * query_len,
+            last_table=row[:, count * per_part :],
+            last_len=batch.seq_lens[num_single:] - count * part_len,
+        )
+
+    def _run_parts(
+        self,
+        q: torch.Tensor,  # [N, num_heads, head_dim]
+        cache: LayerCache,
+        plan: CudaPlan,
+        parts: Parts,
+        out: torch.Tensor,  # [N, num_heads, head_dim]
+        lse: torch.Tensor | None,  # [N, num_heads]
+    ) -> None:
+        limits, kernels = self._bound, self._kernels
+        num_tokens, count = q.shape[0], parts.table.shape[0]
+        options = {"softcap": limits.softcap or 0.0}
+        states = torch.empty(count + 1, *q.shape, dtype=out.dtype, device=q.device)
+        sums = torch.empty(count + 1, num_tokens, limits.num_heads, dtype=torch.float32, device=q.device)
+        kernels.paged_prefill(
+            q.repeat(count, 1, 1),
+            cache.k,
+            cache.v,
+            parts.table,
+            parts.query_start,
+            parts.seq_lens,
+            num_tokens,
+            limits.scale,
+            causal=False,
+            out=states[:count].view(count * num_tokens, *q.shape[1:]),
+            lse=sums[:count].view(count * num_tokens, -1),
+            **options,
+        )
+        kernels.paged_prefill(
+            q,
+            cache.k,
+            cache.v,
+            parts.last_table,
+            plan.query_start,
+            parts.last_len,
+            num_tokens,
+            limits.scale,
+            out=states[count],
+            lse=sums[count],
+            **options,
+        )
+        kernels.merge_many_states(states, sums, out=out, out_lse=lse)
 
     @property
     def _bound(self) -> AttentionLimits:

@@ -51,6 +51,7 @@ __all__ = [
     "linear",
     "linear_workspace",
     "logsumexp",
+    "merge_many_states",
     "moe_route",
     "moe_workspace",
     "moe_workspace_bytes",
@@ -392,6 +393,24 @@ def fused_moe(
     check_dense(next_norm, "next_norm", (x.dtype,), (hidden,))
     found = _normed(residual, next_norm, eps, False)
     return found if normed is None else normed.copy_(found)
+
+
+def merge_many_states(
+    o: torch.Tensor,  # [num_states, ..., head_dim]
+    lse: torch.Tensor,  # [num_states, ...] float32
+    *,
+    out: torch.Tensor | None = None,  # [..., head_dim]
+    out_lse: torch.Tensor | None = None,  # [...] float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require(o.shape[0] > 0, "o", "has no state")
+    require(lse.shape == o.shape[:-1] and lse.dtype == torch.float32, "lse", f"is {lse.dtype} {list(lse.shape)}")
+    sums = torch.where(lse.isinf(), -torch.inf, lse)
+    total = sums.logsumexp(0)
+    weights = torch.where(sums.isneginf(), 0.0, (sums - total).exp())
+    states = torch.where(sums.isneginf().unsqueeze(-1), 0.0, o.float())  # what they hold counts nothing
+    merged = (states * weights.unsqueeze(-1)).sum(0).to(o.dtype)
+    out = merged if out is None else out.copy_(merged)
+    return out, total if out_lse is None else out_lse.copy_(total)
 
 
 def copy_block_pairs(
