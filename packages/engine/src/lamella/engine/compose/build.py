@@ -78,7 +78,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
     _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
-    wanted = _wanted_tiers(options)
+    wanted = _wanted_tiers(options, on_gpu=resolved.platform.is_gpu)
     below = None if wanted is None else importlib.import_module(TIERS)
     mover: Any = None if below is None else below.LateMover()
     executor = InProcess(Worker(resolved.runner, speculator, mover=mover), depth=resolved.depth, mover=mover)
@@ -143,13 +143,15 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     return core
 
 
-def _wanted_tiers(options: EngineOptions) -> TiersConfig | None:
-    """Raises StartError where tiers have nothing to hold."""
+def _wanted_tiers(options: EngineOptions, *, on_gpu: bool) -> TiersConfig | None:
+    """Raises StartError where tiers have nothing to hold, or nothing moves blocks to them."""
     if not options.kv_tier:
         return None
     wanted: TiersConfig | None = importlib.import_module(TIERS).parse(options.kv_tier)
     if wanted is not None and not options.enable_prefix_caching:
         raise StartError("--kv-tier keeps cached prefixes, and --no-enable-prefix-caching has none: leave one out")
+    if wanted is not None and on_gpu:
+        raise StartError("--kv-tier is not served below a GPU: leave it out, or choose --device cpu")
     return wanted
 
 

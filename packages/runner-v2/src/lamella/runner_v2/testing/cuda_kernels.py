@@ -359,6 +359,8 @@ def fused_moe(
     next_norm: torch.Tensor | None = None,  # [hidden]
     eps: float = 1e-6,
     normed: torch.Tensor | None = None,  # [num_tokens, hidden]
+    logits: torch.Tensor | None = None,  # [num_tokens, num_experts]
+    renormalize: bool = True,
     portable: bool = False,
 ) -> torch.Tensor:
     require(activation == "silu", "activation", f"is {activation!r}, needed silu")
@@ -370,6 +372,9 @@ def fused_moe(
     require(hidden % 8 == 0 and inner % 8 == 0, "x", "widths are no multiples of 8")
     check_dense(ids, "ids", (torch.int32,), (num_tokens, top_k))
     check_dense(weights, "weights", (torch.float32,), (num_tokens, top_k))
+    if logits is not None:
+        require(logits.shape == (num_tokens, num_experts), "logits", f"has shape {list(logits.shape)}")
+        moe_route(logits, top_k, renormalize=renormalize, ids=ids, weights=weights)
     if workspace is not None:
         _check_workspace(workspace, moe_workspace_bytes(num_tokens, top_k, num_experts, hidden, inner))
     total = torch.zeros(num_tokens, hidden, device=x.device)

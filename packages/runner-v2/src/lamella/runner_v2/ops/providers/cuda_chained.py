@@ -199,13 +199,25 @@ def _finish_moe(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mo
     """Experts and router need the norm itself, so it is a kernel for few tokens too."""
     kernels = handle.kernels
     x = kernels.rms_norm(product(kernels, attended, handle.o), handle.mlp_norm, handle.eps, residual=hidden)
-    ids, weights = kernels.moe_route(product(kernels, x, moe.router), moe.top_k, renormalize=moe.norm_topk)
-    experts = (x, moe.gate_up, moe.down, ids, weights)
+    logits = product(kernels, x, moe.router)
     if hidden.shape[1] > _MAX_CLOSED:
-        return _close(hidden, kernels.fused_moe(*experts, workspace=moe.workspace), handle)
-    # the sum over a token's experts takes the residual stream and the next norm along
+        ids, weights = kernels.moe_route(logits, moe.top_k, renormalize=moe.norm_topk)
+        delta = kernels.fused_moe(x, moe.gate_up, moe.down, ids, weights, workspace=moe.workspace)
+        return _close(hidden, delta, handle)
+    shape = (x.shape[0], moe.top_k)
+    # the choice of experts, and what comes behind their sum: residual stream and next norm
     normed = kernels.fused_moe(
-        *experts, workspace=moe.workspace, residual=hidden, next_norm=handle.next_norm, eps=handle.eps
+        x,
+        moe.gate_up,
+        moe.down,
+        torch.empty(shape, dtype=torch.int32, device=x.device),
+        torch.empty(shape, dtype=torch.float32, device=x.device),
+        workspace=moe.workspace,
+        logits=logits,
+        renormalize=moe.norm_topk,
+        residual=hidden,
+        next_norm=handle.next_norm,
+        eps=handle.eps,
     )
     return None if handle.next_norm is None else normed
 
