@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,12 @@ from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.decode_batch import DecodeBatches, DecodeStep
 from lamella.runner_v2.drafting import Drafting
 from lamella.runner_v2.graphs import GraphCache, GraphKey
+from lamella.runner_v2.in_flight import Pending, failures, in_order_of_work
 from lamella.runner_v2.inputs import InputBatch, LayerCache, ModelInput
 from lamella.runner_v2.kv_cache import allocate_caches, pool_bytes
 from lamella.runner_v2.layers.decoder import Carried
 from lamella.runner_v2.memory import Arena
-from lamella.runner_v2.output_copy import HostResult, OutputCopy
+from lamella.runner_v2.output_copy import OutputCopy
 from lamella.runner_v2.parallel.collectives import Collectives
 from lamella.runner_v2.parallel.groups import SoloGroup
 from lamella.runner_v2.platforms import Platform, pick_platform
@@ -42,7 +43,7 @@ from lamella.runner_v2.protocols import KvMover, Speculator
 from lamella.runner_v2.sampling.cuda import CudaKernels
 from lamella.runner_v2.sampling.device_choice import DeviceChoice
 from lamella.runner_v2.sampling.host import pick_kernels
-from lamella.runner_v2.sampling.rows import NONE_ALLOWED, OK, REASONS
+from lamella.runner_v2.sampling.rows import NONE_ALLOWED, REASONS
 from lamella.runner_v2.sampling.sampler import Sampler
 from lamella.runner_v2.stack import Hooks
 from lamella.runner_v2.state import SequenceState
@@ -50,20 +51,6 @@ from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput,
 from lamella.runner_v2.weights.dummy import DummyCheckpoint
 from lamella.runner_v2.weights.open import open_checkpoint, read_config
 from lamella.runner_v2.weights.slots import Checkpoint
-
-
-class Pending(NamedTuple):
-    """A step that was launched."""
-
-    step: Step
-    layout: BatchLayout
-    generations: list[int]
-    """Of the batch's rows, when the step was launched."""
-    copy: OutputCopy | None
-    """None: no row sampled."""
-    logprobs: list[TokenLogprobs | None] | None
-    prompt_logprobs: dict[int, list[TokenLogprobs]] | None
-    started: float
 
 
 class ModelRunner:
@@ -424,7 +411,7 @@ class ModelRunner:
         failed: dict[int, int] = {}
         if pending.copy is not None:
             host = pending.copy.wait()
-            failed = _failures(host, layout)
+            failed = failures(host, layout)
             lives = np.array([i not in failed for i in range(len(layout.sampled))]) if failed else True
             num_tokens[layout.sampled] = np.where(lives, host.num_accepted + 1, 0)
             emitted = layout.draft_idx < num_tokens[layout.logits_owner]  # [L]
@@ -454,7 +441,7 @@ class ModelRunner:
             failed=tuple((row, REASONS[status]) for row, status in by_row),
             forbidden=tuple(row for row, status in by_row if status == NONE_ALLOWED),
         )
-        return output if layout.order is None else _in_order_of_work(output, layout.order)
+        return output if layout.order is None else in_order_of_work(output, layout.order)
 
     def _tell(self, pending: Pending, num_tokens: npt.NDArray[np.int64], token_ids: list[int]) -> None:
         """Let the sampler know what rows emitted, as far as they still have the owner that they had."""
@@ -468,37 +455,3 @@ class ModelRunner:
             token_ids = [token for token, keep in zip(token_ids, kept) if keep]
             rows, counts = rows[owned], counts[owned]
         self._sampler.advance(rows.tolist(), counts.tolist(), token_ids)
-
-
-def _failures(host: HostResult, layout: BatchLayout) -> dict[int, int]:
-    """Sampling rows (by index) whose result is unusable -> status. What follows a rejected draft does not count."""
-    failed: dict[int, int] = {}
-    if not host.statuses.any():
-        return failed
-    for logits_row in np.flatnonzero(host.statuses != OK).tolist():
-        place = int(np.searchsorted(layout.sampled_start, logits_row, side="right")) - 1
-        if layout.draft_idx[logits_row] <= host.num_accepted[place]:
-            failed.setdefault(place, int(host.statuses[logits_row]))
-    return failed
-
-
-def _in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
-    """The output with its rows where the scheduler had them. order: place in Work of each row of the output."""
-    back = np.argsort(order).tolist()
-    ends = np.cumsum(output.num_tokens).tolist()
-    spans = [(ends[i] - output.num_tokens[i], ends[i]) for i in back]
-
-    def moved(values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in back]
-
-    def joined(values: Sequence[Any]) -> list[Any]:
-        return [value for start, end in spans for value in values[start:end]]
-
-    return output._replace(
-        rows=tuple(moved(output.rows)),
-        generations=tuple(moved(output.generations)),
-        num_tokens=moved(output.num_tokens),
-        token_ids=joined(output.token_ids),
-        num_drafts=None if output.num_drafts is None else moved(output.num_drafts),
-        logprobs=None if output.logprobs is None else joined(output.logprobs),
-    )

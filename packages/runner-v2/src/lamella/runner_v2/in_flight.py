@@ -1,0 +1,62 @@
+"""Steps that were launched, and what their results mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lamella.runner_v2.batch import BatchLayout
+from lamella.runner_v2.output_copy import HostResult, OutputCopy
+from lamella.runner_v2.sampling.rows import OK
+from lamella.runner_v2.step import Step, StepOutput, TokenLogprobs
+
+
+class Pending(NamedTuple):
+    """A step that was launched."""
+
+    step: Step
+    layout: BatchLayout
+    generations: list[int]
+    """Of the batch's rows, when the step was launched."""
+    copy: OutputCopy | None
+    """None: no row sampled."""
+    logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None
+    started: float
+
+
+def failures(host: HostResult, layout: BatchLayout) -> dict[int, int]:
+    """Sampling rows (by index) whose result is unusable -> status. What follows a rejected draft does not count."""
+    failed: dict[int, int] = {}
+    if not host.statuses.any():
+        return failed
+    for logits_row in np.flatnonzero(host.statuses != OK).tolist():
+        place = int(np.searchsorted(layout.sampled_start, logits_row, side="right")) - 1
+        if layout.draft_idx[logits_row] <= host.num_accepted[place]:
+            failed.setdefault(place, int(host.statuses[logits_row]))
+    return failed
+
+
+def in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
+    """The output with its rows where the scheduler had them. order: place in Work of each row of the output."""
+    back = np.argsort(order).tolist()
+    ends = np.cumsum(output.num_tokens).tolist()
+    spans = [(ends[i] - output.num_tokens[i], ends[i]) for i in back]
+
+    def moved(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in back]
+
+    def joined(values: Sequence[Any]) -> list[Any]:
+        return [value for start, end in spans for value in values[start:end]]
+
+    return output._replace(
+        rows=tuple(moved(output.rows)),
+        generations=tuple(moved(output.generations)),
+        num_tokens=moved(output.num_tokens),
+        token_ids=joined(output.token_ids),
+        num_drafts=None if output.num_drafts is None else moved(output.num_drafts),
+        logprobs=None if output.logprobs is None else joined(output.logprobs),
+    )
