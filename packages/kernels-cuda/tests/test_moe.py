@@ -133,6 +133,22 @@ def dirty_workspace(x, w13, ids, expert_map=None, portable=False):
     return workspace, head
 
 
+@pytest.mark.parametrize("experts, top_k, fp8", [(4, 2, False), (16, 4, False), (128, 8, False), (128, 8, True)])
+def test_workspace_holds_any_smaller_call(experts, top_k, fp8):
+    """Tiles grow with the number of tokens, and at some borders the need falls."""
+    shape = (top_k, experts, 256, 128)
+    exact = [kernels.moe_workspace_bytes(n, *shape, fp8=fp8) for n in range(1, 700)]
+    assert exact == sorted(exact)
+    hidden, inner = shape[2:]
+    if not fp8:
+        w13, w2 = experts_of(experts, hidden, inner, torch.bfloat16)
+        workspace = kernels.moe_workspace(exact[299])
+        for num_tokens in range(1, 301):
+            ids, weights = spread(num_tokens, experts, top_k)
+            x = torch.ones(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
+            kernels.fused_moe(x, w13, w2, ids, weights, workspace=workspace)
+
+
 def check_experts(x, w13, w2, ids, weights, expert_map=None, portable=False, tolerance=None):
     workspace, head = dirty_workspace(x, w13, ids, expert_map, portable)
     out = poisoned(*x.shape, dtype=x.dtype)

@@ -51,6 +51,10 @@ class TestGraphCache:
                 recorded.append(call())
                 return lambda: ("replayed", recorded[place])
 
+            def forget(self) -> None:
+                forgotten.append(len(cache))
+
+        forgotten: list[int] = []
         cache = GraphCache(Recorder())
         counter = iter(range(9))
         one, two, three = GraphKey("logits", 1), GraphKey("sample", 1), GraphKey("logits", 2)
@@ -66,6 +70,7 @@ class TestGraphCache:
         assert cache.num_nodes("logits") == {1: 7}
         cache.clear()
         assert cache.run(one, lambda: "again") == "again"
+        assert forgotten == [0], "the recorder hears of it when the recordings are gone"
 
 
 class TestHostMemory:

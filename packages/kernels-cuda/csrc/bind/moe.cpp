@@ -192,7 +192,7 @@ void bind_moe(py::module_& m) {
   m.def("moe_align", &align, py::arg("sorted_ids"), py::arg("block_experts"), py::arg("num_rows"), py::arg("ids"),
         py::arg("num_experts"), py::arg("block_rows"), py::arg("expert_map"));
   m.def("moe_zeroed", &lamella_moe_zeroed);
-  m.def("moe_workspace", &lamella_moe_workspace, py::arg("num_tokens"), py::arg("top_k"), py::arg("num_experts"),
+  m.def("moe_workspace", &lamella_moe_workspace_up_to, py::arg("num_tokens"), py::arg("top_k"), py::arg("num_experts"),
         py::arg("map_size"), py::arg("hidden"), py::arg("inner"), py::arg("fp8"), py::arg("portable"));
   m.def("fused_moe", &experts, py::arg("out"), py::arg("x"), py::arg("w13"), py::arg("w2"), py::arg("ids"),
         py::arg("weights"), py::arg("w13_scale"), py::arg("w2_scale"), py::arg("expert_map"), py::arg("workspace"),

@@ -232,6 +232,15 @@ LAMELLA_API int64_t lamella_moe_workspace(int64_t num_tokens, int64_t top_k, int
   return lamella::MoeLayout(num_tokens, top_k, num_experts, map_size, hidden, inner, fp8 != 0, portable != 0).total;
 }
 
+LAMELLA_API int64_t lamella_moe_workspace_up_to(int64_t num_tokens, int64_t top_k, int64_t num_experts,
+                                                int64_t map_size, int64_t hidden, int64_t inner, int fp8,
+                                                int portable) {
+  int64_t most = 0;
+  for (int64_t tokens = 0; tokens <= num_tokens; ++tokens)
+    most = std::max(most, lamella_moe_workspace(tokens, top_k, num_experts, map_size, hidden, inner, fp8, portable));
+  return most;
+}
+
 LAMELLA_API int64_t lamella_moe_residual_width(void) {
   return lamella::kCombineNormThreads * lamella::kCombineNormVecs * lamella::Vec<lamella::bf16>::kSize;
 }

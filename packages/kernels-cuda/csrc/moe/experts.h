@@ -39,9 +39,12 @@ typedef struct LamellaMoe {
 LAMELLA_API int64_t lamella_moe_residual_width(void);
 
 // Bytes of workspace on the current device, whatever the ids; the first lamella_moe_zeroed() of them start as zeros and
-// are left as zeros, the rest may hold anything.
+// are left as zeros, the rest may hold anything. More tokens can need less, where they take other tiles:
+// lamella_moe_workspace_up_to() serves num_tokens and any number below.
 LAMELLA_API int64_t lamella_moe_workspace(int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t map_size,
                                           int64_t hidden, int64_t inner, int fp8, int portable);
+LAMELLA_API int64_t lamella_moe_workspace_up_to(int64_t num_tokens, int64_t top_k, int64_t num_experts,
+                                                int64_t map_size, int64_t hidden, int64_t inner, int fp8, int portable);
 LAMELLA_API int64_t lamella_moe_zeroed(void);
 
 // Four launches: sort the pairs (left out for one or two tokens), two grouped products, weighted sum; fp8 has two more,

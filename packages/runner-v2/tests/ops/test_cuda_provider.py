@@ -20,7 +20,7 @@ from lamella.runner_v2.errors import ConfigError, UnsupportedError
 from lamella.runner_v2.ops.providers import registry
 from lamella.runner_v2.ops.providers.cuda import CudaProvider
 from lamella.runner_v2.ops.providers.cuda_kernels import load_kernels
-from lamella.runner_v2.ops.providers.cuda_linear import FEW_TOKENS, Workspaces, token_counts
+from lamella.runner_v2.ops.providers.cuda_linear import FEW_TOKENS, Workspaces
 from lamella.runner_v2.ops.providers.registry import create_providers
 from lamella.runner_v2.ops.providers.torch import TorchProvider
 from lamella.runner_v2.ops.spec import Site
@@ -118,17 +118,9 @@ def test_workspaces_are_shared_and_hold_any_step() -> None:
     assert workspaces.linear(device) is workspaces.linear(device)
     assert workspaces.linear(device).numel() == cuda_kernels.linear_workspace(FEW_TOKENS).numel()
     first = workspaces.moe(device, 2, 64, 64, 32)
-    needs = [cuda_kernels.moe_workspace_bytes(n, 2, 64, 64, 32) for n in range(1, 101)]
-    assert needs[31] > needs[99], "the most is not needed by the longest step"
-    assert first.numel() == max(needs)
+    assert first.numel() == cuda_kernels.moe_workspace_bytes(100, 2, 64, 64, 32)
     assert workspaces.moe(device, 2, 32, 64, 32) is first
     assert workspaces.moe(device, 2, 64, 64, 1024).numel() > first.numel()
-
-
-def test_token_counts_lie_about_powers_of_two() -> None:
-    assert token_counts(1) == [1]
-    assert token_counts(20) == [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20]
-    assert token_counts(63)[-3:] == [32, 33, 63]
 
 
 def test_new_weights_of_a_norm_are_seen(provider: CudaProvider) -> None:

@@ -74,7 +74,7 @@ def moe_workspace_bytes(
     map_size: int = 0,
     portable: bool = False,
 ) -> int:
-    """Bytes that fused_moe() needs as workspace for this shape on the current device. More tokens may need less."""
+    """Bytes that fused_moe() needs as workspace on the current device, for up to num_tokens tokens of this shape."""
     size: int = native().moe_workspace(num_tokens, top_k, num_experts, map_size, hidden, inner, fp8, portable)
     return size
 

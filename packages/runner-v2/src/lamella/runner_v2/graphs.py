@@ -34,6 +34,9 @@ class Recorder(Protocol):
     def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Run the call once, recording it; the result replays it and returns the same (refilled) outputs."""
 
+    def forget(self) -> None:
+        """All recordings were dropped: the memory that they shared is not to be used again."""
+
 
 class GraphCache:
     """Recordings by key. All are made before the first step: no step waits for one."""
@@ -71,6 +74,8 @@ class GraphCache:
         """Drop the recordings: the memory that they name goes away."""
         self._recordings.clear()
         self._num_nodes.clear()
+        if self._recorder is not None:
+            self._recorder.forget()
 
     def __len__(self) -> int:
         return len(self._recordings)

@@ -135,6 +135,9 @@ class CudaRecorder:
 
         return replay
 
+    def forget(self) -> None:
+        self._pool = None  # torch gives it up with its last graph, and refuses to record into it again
+
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
     try:

@@ -334,9 +334,14 @@ def moe_workspace_bytes(
     map_size: int = 0,
     portable: bool = False,
 ) -> int:
-    """Like the kernels', not monotonic: small steps take one small tile per expert more."""
+    needs = (_moe_need(n, top_k, num_experts, hidden, inner) for n in range(num_tokens + 1))
+    return max(needs)
+
+
+def _moe_need(num_tokens: int, top_k: int, num_experts: int, hidden: int, inner: int) -> int:
+    """Like the kernels', not monotonic: steps of some sizes take one small tile per expert more."""
     pairs = num_tokens * top_k
-    return _FLAGS + 2 * pairs * (hidden + inner) + (8192 * num_experts if num_tokens <= 32 else 0)
+    return _FLAGS + 2 * pairs * (hidden + inner) + (8192 * num_experts if 10 < num_tokens <= 32 else 0)
 
 
 def moe_workspace(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -376,7 +381,7 @@ def fused_moe(
         require(logits.shape == (num_tokens, num_experts), "logits", f"has shape {list(logits.shape)}")
         moe_route(logits, top_k, renormalize=renormalize, ids=ids, weights=weights)
     if workspace is not None:
-        _check_workspace(workspace, moe_workspace_bytes(num_tokens, top_k, num_experts, hidden, inner))
+        _check_workspace(workspace, _moe_need(num_tokens, top_k, num_experts, hidden, inner))
     total = torch.zeros(num_tokens, hidden, device=x.device)
     for token in range(num_tokens):
         for choice in range(top_k):

@@ -49,6 +49,7 @@ class RerunRecorder:
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_replayed = 0
+        self.num_forgotten = 0
         self.last_num_nodes = 0
 
     def record(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -63,6 +64,9 @@ class RerunRecorder:
             return outputs
 
         return replay
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class Workspaces:
         self._max_num_tokens = max_num_tokens
         self._linear: dict[torch.device, torch.Tensor] = {}
         self._moe: dict[torch.device, torch.Tensor] = {}
+        self._moe_bytes: dict[tuple[int, int, int, int], int] = {}
 
     def linear(self, device: torch.device) -> torch.Tensor:
         """For products of up to FEW_TOKENS rows."""
@@ -54,25 +55,14 @@ class Workspaces:
 
     def moe(self, device: torch.device, top_k: int, num_experts: int, hidden: int, inner: int) -> torch.Tensor:
         """For experts of this shape and steps of up to max_num_tokens. Handles that were bound before keep theirs."""
-        most = max(
-            # a few tokens more can choose larger tiles and so need less: the borders lie at powers of two
-            self._kernels.moe_workspace_bytes(num_tokens, top_k, num_experts, hidden, inner)
-            for num_tokens in token_counts(self._max_num_tokens)
-        )
+        shape = (top_k, num_experts, hidden, inner)
+        if shape not in self._moe_bytes:  # the same for every layer
+            self._moe_bytes[shape] = self._kernels.moe_workspace_bytes(self._max_num_tokens, *shape)
+        most = self._moe_bytes[shape]
         known = self._moe.get(device)
         if known is None or known.numel() < most:
             self._moe[device] = self._kernels.moe_workspace(most, device)
         return self._moe[device]
-
-
-def token_counts(max_num_tokens: int) -> list[int]:
-    """Powers of two and their neighbours, up to max_num_tokens and with it."""
-    counts = {max_num_tokens}
-    power = 1
-    while power <= 2 * max_num_tokens:
-        counts.update(n for n in (power - 1, power, power + 1) if 0 < n <= max_num_tokens)
-        power *= 2
-    return sorted(counts)
 
 
 def dense(part: RawPart, dtype: torch.dtype) -> torch.Tensor:
