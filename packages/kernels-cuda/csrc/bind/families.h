@@ -11,6 +11,7 @@ void bind_batch(pybind11::module_& m);
 void bind_cache(pybind11::module_& m);
 void bind_copy(pybind11::module_& m);
 void bind_gemm(pybind11::module_& m);
+void bind_layer(pybind11::module_& m);
 void bind_moe(pybind11::module_& m);
 void bind_norm(pybind11::module_& m);
 void bind_prefill(pybind11::module_& m);
@@ -23,6 +24,7 @@ inline void bind_families(pybind11::module_& m) {
   bind_cache(m);
   bind_copy(m);
   bind_gemm(m);
+  bind_layer(m);
   bind_moe(m);
   bind_norm(m);
   bind_prefill(m);

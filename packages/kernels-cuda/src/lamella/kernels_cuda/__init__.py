@@ -26,6 +26,7 @@ from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.gemm import linear, linear_fp8, linear_workspace, pack_gate_up
+from lamella.kernels_cuda.layer import layer_tail, layer_tail_rows, layer_tail_workspace
 from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 from lamella.kernels_cuda.prefill import paged_prefill
@@ -52,6 +53,9 @@ __all__ = [
     "fused_moe",
     "gated_activation",
     "kv_write",
+    "layer_tail",
+    "layer_tail_rows",
+    "layer_tail_workspace",
     "linear",
     "linear_fp8",
     "linear_workspace",
