@@ -133,7 +133,7 @@ def dirty_workspace(x, w13, ids, expert_map=None, portable=False):
     return workspace, head
 
 
-@pytest.mark.parametrize("experts, top_k, fp8", [(4, 2, False), (16, 4, False), (128, 8, False), (128, 8, True)])
+@pytest.mark.parametrize(("experts", "top_k", "fp8"), [(4, 2, False), (16, 4, False), (128, 8, False), (128, 8, True)])
 def test_workspace_holds_any_smaller_call(experts, top_k, fp8):
     """Tiles grow with the number of tokens, and at some borders the need falls."""
     shape = (top_k, experts, 256, 128)

@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "layer/tail_sm90.cuh"
 
 namespace lamella {

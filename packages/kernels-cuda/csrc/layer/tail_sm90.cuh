@@ -16,6 +16,9 @@
 // are read 8 stages ahead of use, for two tiles at a time.
 #pragma once
 
+#include <cstdlib>
+#include <type_traits>
+
 #include "device/dtype.cuh"
 #include "device/launch.cuh"
 #include "device/tma.cuh"
@@ -23,20 +26,21 @@
 
 namespace lamella {
 
-constexpr int kTailWarps = 16, kTailConsumers = kTailWarps * 32, kTailThreads = kTailConsumers + 32;
 constexpr int kTailRows = 16, kTailK = 512, kTailHeld = 8;  // of a stage; stages of tokens that are held
-constexpr int kTailPitch = kTailK * 2 + 64;                 // bytes; rows g and g + 1 then use different banks
-constexpr int kTailStageBytes = kTailRows * kTailPitch;
+constexpr int kTailBoxBytes = 8 * kTailK * 2;               // 8 rows: what is loaded at once
+constexpr int kTailStageBytes = 2 * kTailBoxBytes;
 constexpr int kTailPair = 2;  // tiles of down at a time
 
-template <int kTiles>
+template <int kTiles, int kWarps>
 struct TailShape {
+  static constexpr int kConsumers = kWarps * 32, kThreads = kConsumers + 32;
+  static constexpr int kPieces = 16 / kWarps;  // of 32 elements of K, of a stage and warp
   static constexpr int kSums = kTailPair * kTiles * 128;  // of a warp
-  static constexpr int kSumBytes = kTailWarps * kSums * 4;
-  static constexpr int kSquareBytes = kTailWarps * kTiles * 8 * 4;
-  static constexpr int kFit = (226 * 1024 - kSumBytes - kSquareBytes - 256) / kTailStageBytes;
+  static constexpr int kSumBytes = kWarps * kSums * 4;
+  static constexpr int kSquareBytes = kWarps * kTiles * 8 * 4;
+  static constexpr int kFit = (225 * 1024 - kSumBytes - kSquareBytes - 256) / kTailStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
-  static constexpr int kShared = kStages * kTailStageBytes + kSumBytes + kSquareBytes + 2 * kStages * 8;
+  static constexpr int kShared = kStages * kTailStageBytes + kSumBytes + kSquareBytes + 2 * kStages * 8 + 1024;
 };
 
 template <class T>
@@ -65,31 +69,36 @@ __device__ __forceinline__ uint4 load_shared_by_blocks(const void* from) {
   return raw;
 }
 
-__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
-                                           uint64_t policy) {
+// 8 rows of 512 elements: lines of 64 elements (128 bytes), 8 rows of the first, 8 rows of the second, .., swizzled.
+__device__ __forceinline__ void load_rows(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k_line, int row,
+                                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+      "%5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(k_line), "l"(policy)
       : "memory");
 }
 
-// The tiles of one product: block b has tiles b, b + grid, ..; row r of a tile is row (r / 8) * apart + r % 8 of it.
+// The tiles of one product: block b has tiles b, b + grid, ..; the second 8 rows of a tile lie apart from the first 8.
 struct TailProduct {
-  const char* w;
-  int64_t row_bytes;
-  int num_tiles, rows_per_tile;
-  int64_t apart;  // rows between a tile's first and second 8
-  int num_k;      // stages along K
+  const CUtensorMap* map;
+  int num_tiles, rows_per_tile, apart;
+  int num_k;  // stages along K
 };
 
-template <class T, int kTiles>
-__global__ void __launch_bounds__(kTailThreads, 1)
-    layer_tail_kernel(const __grid_constant__ LamellaLayerTail p, unsigned long long* met, T* inner) {
+struct TailMaps {
+  CUtensorMap o, gate_up, down, qkv;
+};
+
+template <class T, int kTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32 + 32, 1)
+    layer_tail_kernel(const __grid_constant__ LamellaLayerTail p, const __grid_constant__ TailMaps maps,
+                      unsigned long long* met, T* inner, int flags) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = TailShape<kTiles>;
-  constexpr int kStages = Shape::kStages;
-  extern __shared__ __align__(128) char shared[];
+  using Shape = TailShape<kTiles, kWarps>;
+  constexpr int kStages = Shape::kStages, kPieces = Shape::kPieces, kConsumers = Shape::kConsumers;
+  extern __shared__ char raw[];
+  char* shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
   float* sums = reinterpret_cast<float*>(shared + kStages * kTailStageBytes);
   float* squares = sums + Shape::kSumBytes / 4;
   uint64_t* full = reinterpret_cast<uint64_t*>(squares + Shape::kSquareBytes / 4);
@@ -99,20 +108,20 @@ __global__ void __launch_bounds__(kTailThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i, 1);
-      barrier_init(empty + i, kTailWarps);
+      barrier_init(empty + i, kWarps);
     }
     barrier_init_done();
   }
   __syncthreads();
 
   const int hidden_tiles = static_cast<int>(p.h / kTailRows);
-  const auto weights = [&](const void* w, int64_t width, int tiles, int rows, int64_t apart) {
-    return TailProduct{static_cast<const char*>(w), width * 2, tiles, rows, apart, static_cast<int>(width / kTailK)};
+  const auto weights = [&](const CUtensorMap& map, int64_t width, int tiles, int rows, int64_t apart) {
+    return TailProduct{&map, tiles, rows, static_cast<int>(apart), static_cast<int>(width / kTailK)};
   };
-  const TailProduct o = weights(p.w_o, p.a, hidden_tiles, 16, 8);
-  const TailProduct gate_up = weights(p.w_gate_up, p.h, static_cast<int>(p.i / 8), 8, p.i);
-  const TailProduct down = weights(p.w_down, p.i, hidden_tiles, 16, 8);
-  const TailProduct qkv = weights(p.w_qkv, p.h, p.w_qkv != nullptr ? static_cast<int>(p.q / kTailRows) : 0, 16, 8);
+  const TailProduct o = weights(maps.o, p.a, hidden_tiles, 16, 8);
+  const TailProduct gate_up = weights(maps.gate_up, p.h, static_cast<int>(p.i / 8), 8, p.i);
+  const TailProduct down = weights(maps.down, p.i, hidden_tiles, 16, 8);
+  const TailProduct qkv = weights(maps.qkv, p.h, p.w_qkv != nullptr ? static_cast<int>(p.q / kTailRows) : 0, 16, 8);
   int stage = 0;
   uint32_t parity = 0;
   const auto next_stage = [&] {
@@ -122,24 +131,23 @@ __global__ void __launch_bounds__(kTailThreads, 1)
     }
   };
 
-  if (warp == kTailWarps) {
+  if (warp == kWarps) {
+    if (lane != 0) return;
     const uint64_t once = evict_first_policy();
     const auto load = [&](const TailProduct& w, int pair) {
+      prefetch_map(w.map);
       for (int first = blockIdx.x; first < w.num_tiles; first += pair * gridDim.x) {
         const int count = pair == 1 || first + static_cast<int>(gridDim.x) >= w.num_tiles ? 1 : pair;
-        const char* from = w.w + (int64_t{first} * w.rows_per_tile + (lane % 16 / 8) * w.apart + lane % 8) * w.row_bytes;
-        const int64_t ahead = int64_t{gridDim.x} * w.rows_per_tile * w.row_bytes;
         for (int k = 0; k < w.num_k; ++k) {
           for (int t = 0; t < count; ++t) {
+            const int row = (first + t * static_cast<int>(gridDim.x)) * w.rows_per_tile;
             barrier_wait(empty + stage, parity ^ 1);
-            if (lane == 0) barrier_expect(full + stage, kTailRows * kTailK * 2);
-            __syncwarp();
-            if (lane < kTailRows)
-              load_bytes(shared_address(shared + stage * kTailStageBytes + lane * kTailPitch), from + t * ahead,
-                         kTailK * 2, shared_address(full + stage), once);
+            barrier_expect(full + stage, kTailStageBytes);
+            const uint32_t to = shared_address(shared + stage * kTailStageBytes), done = shared_address(full + stage);
+            load_rows(to, w.map, done, k * (kTailK / 64), row, once);
+            load_rows(to + kTailBoxBytes, w.map, done, k * (kTailK / 64), row + w.apart, once);
             next_stage();
           }
-          from += kTailK * 2;
         }
       }
     };
@@ -151,7 +159,7 @@ __global__ void __launch_bounds__(kTailThreads, 1)
       constexpr int64_t kPiece = 8192;
       const char* from = static_cast<const char*>(p.prefetch);
       const int64_t pieces = p.prefetch_bytes / kPiece;
-      for (int64_t at = blockIdx.x * 32 + lane; at < pieces; at += gridDim.x * 32) prefetch_l2(from + at * kPiece, kPiece);
+      for (int64_t at = blockIdx.x; at < pieces; at += gridDim.x) prefetch_l2(from + at * kPiece, kPiece);
     }
     return;
   }
@@ -165,7 +173,8 @@ __global__ void __launch_bounds__(kTailThreads, 1)
     before -= before % blocks;  // this block has not met the others yet, so they have not gone on from here
   }
   const auto meet = [&] {
-    sync_some(1, kTailConsumers);
+    if (flags & 2) return;
+    sync_some(1, kConsumers);
     if (threadIdx.x == 0) {
       before += blocks;
       __threadfence();
@@ -175,16 +184,17 @@ __global__ void __launch_bounds__(kTailThreads, 1)
         asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(met) : "memory");
       } while (seen < before);
     }
-    sync_some(1, kTailConsumers);
+    sync_some(1, kConsumers);
   };
 
-  uint4 tokens[kTailHeld][kTiles];
-  const auto read_tokens = [&](uint4 (&to)[kTiles], const T* from, int64_t stride, int k) {
+  uint4 tokens[kTailHeld][kPieces][kTiles];
+  const auto read_tokens = [&](uint4 (&to)[kPieces][kTiles], const T* from, int64_t stride, int k) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int token = n * 8 + g;
-      to[n] = token < p.m ? load_shared_by_blocks(from + token * stride + k * kTailK + warp * 32 + kq * 8)
-                          : uint4{0, 0, 0, 0};
+      const T* at = from + token * stride + k * kTailK + warp * kPieces * 32 + kq * 8;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) to[i][n] = token < p.m ? load_shared_by_blocks(at + i * 32) : uint4{0, 0, 0, 0};
     }
   };
   const auto hold_tokens = [&](const T* from, int64_t stride, int num_k) {
@@ -201,8 +211,9 @@ __global__ void __launch_bounds__(kTailThreads, 1)
     for (int k = 0; k < kTailHeld; ++k) {
       if (k >= num_k) continue;
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const Vec<T> x = *reinterpret_cast<const Vec<T>*>(&tokens[k][n]);
+      for (int i = 0; i < kPieces * kTiles; ++i) {
+        const int n = i % kTiles;
+        const Vec<T> x = *reinterpret_cast<const Vec<T>*>(&tokens[k][i / kTiles][n]);
 #pragma unroll
         for (int j = 0; j < 8; ++j) sum[n] += to_float(x.at[j]) * to_float(x.at[j]);
       }
@@ -214,25 +225,29 @@ __global__ void __launch_bounds__(kTailThreads, 1)
       sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], 2);
       if (kq == 0) squares[warp * kTiles * 8 + n * 8 + g] = sum[n];
     }
-    sync_some(1, kTailConsumers);
+    sync_some(1, kConsumers);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       float total = 0.f;
 #pragma unroll
-      for (int w = 0; w < kTailWarps; ++w) total += squares[w * kTiles * 8 + n * 8 + g];
+      for (int w = 0; w < kWarps; ++w) total += squares[w * kTiles * 8 + n * 8 + g];
       inverse[n] = rsqrtf(total / static_cast<float>(p.h) + p.eps);
     }
 #pragma unroll
     for (int k = 0; k < kTailHeld; ++k) {
       if (k >= num_k) continue;
-      const Vec<T> gain = load_vec(static_cast<const T*>(weight) + k * kTailK + warp * 32 + kq * 8);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        Vec<T> x = *reinterpret_cast<const Vec<T>*>(&tokens[k][n]);
+      for (int i = 0; i < kPieces; ++i) {
+        const Vec<T> gain =
+            load_vec(static_cast<const T*>(weight) + k * kTailK + (warp * kPieces + i) * 32 + kq * 8);
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          x.at[j] = from_float<T>(to_float(from_float<T>(to_float(x.at[j]) * inverse[n])) * to_float(gain.at[j]));
-        tokens[k][n] = *reinterpret_cast<const uint4*>(&x);
+        for (int n = 0; n < kTiles; ++n) {
+          Vec<T> x = *reinterpret_cast<const Vec<T>*>(&tokens[k][i][n]);
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            x.at[j] = from_float<T>(to_float(from_float<T>(to_float(x.at[j]) * inverse[n])) * to_float(gain.at[j]));
+          tokens[k][i][n] = *reinterpret_cast<const uint4*>(&x);
+        }
       }
     }
   };
@@ -254,16 +269,32 @@ __global__ void __launch_bounds__(kTailThreads, 1)
           for (int t = 0; t < kPair; ++t) {
             if (t >= count) break;
             barrier_wait(full + stage, parity);
-            const char* at = shared + stage * kTailStageBytes + g * kTailPitch + warp * 64 + kq * 16;
-            const uint4 low = *reinterpret_cast<const uint4*>(at);
-            const uint4 high = *reinterpret_cast<const uint4*>(at + 8 * kTailPitch);
+            if (flags & 1) {
+              __syncwarp();
+              if (lane == 0) barrier_arrive(empty + stage);
+              next_stage();
+              continue;
+            }
+            uint4 low[kPieces], high[kPieces];
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+              const int piece = warp * kPieces + i;
+              const char* at =
+                  shared + stage * kTailStageBytes + piece / 2 * 1024 + g * 128 + ((piece % 2 * 4 + kq) ^ g) * 16;
+              low[i] = *reinterpret_cast<const uint4*>(at);
+              high[i] = *reinterpret_cast<const uint4*>(at + kTailBoxBytes);
+            }
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + stage);
             next_stage();
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-              mma_16x8x16<T>(c[t][n], low.x, high.x, low.y, high.y, tokens[j][n].x, tokens[j][n].y);
-              mma_16x8x16<T>(c[t][n], low.z, high.z, low.w, high.w, tokens[j][n].z, tokens[j][n].w);
+            for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+              for (int n = 0; n < kTiles; ++n) {
+                const uint4 x = tokens[j][i][n];
+                mma_16x8x16<T>(c[t][n], low[i].x, high[i].x, low[i].y, high[i].y, x.x, x.y);
+                mma_16x8x16<T>(c[t][n], low[i].z, high[i].z, low[i].w, high[i].w, x.z, x.w);
+              }
             }
           }
           if constexpr (kStreams) {
@@ -278,7 +309,7 @@ __global__ void __launch_bounds__(kTailThreads, 1)
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) mine[((t * kTiles + n) * 4 + e) * 32] = c[t][n][e];
-      sync_some(1, kTailConsumers);
+      sync_some(1, kConsumers);
       // one thread per token and pair of rows g, g + 8
       const int which = threadIdx.x / 64, t = which / kTiles, n = which % kTiles;
       const int token = n * 8 + kq * 2 + threadIdx.x % 64 / 32;
@@ -286,13 +317,13 @@ __global__ void __launch_bounds__(kTailThreads, 1)
         const float* from = sums + (which * 4 + threadIdx.x % 64 / 32) * 32 + lane;
         float low = 0.f, high = 0.f;
 #pragma unroll
-        for (int i = 0; i < kTailWarps; ++i) {
+        for (int i = 0; i < kWarps; ++i) {
           low += from[i * Shape::kSums];
           high += from[i * Shape::kSums + 64];
         }
         write(first + t * static_cast<int>(gridDim.x), low, high, token);
       }
-      sync_some(1, kTailConsumers);  // the sums may be written over
+      sync_some(1, kConsumers);  // the sums may be written over
     }
   };
   const auto add = [&](int tile, float low, float high, int token) {
@@ -331,18 +362,40 @@ __global__ void __launch_bounds__(kTailThreads, 1)
 #endif
 }
 
+// A map of [rows, width] as lines of 64 elements, read 8 rows of 512 elements at a time.
+template <class T>
+bool map_lines(CUtensorMap* map, const void* base, int64_t rows, int64_t width) {
+  const EncodeTiled encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  const cuuint64_t sizes[3] = {64, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(width / 64)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(width * 2), 128};
+  const cuuint32_t box[3] = {64, 8, kTailK / 64}, steps[3] = {1, 1, 1};
+  return encode(map, sizeof(T) == 2 && std::is_same<T, bf16>::value ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                3, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <class T>
 int layer_tail(const LamellaLayerTail& p, void* workspace, int64_t zeroed, void* stream) {
   auto* met = static_cast<unsigned long long*>(workspace);
   T* inner = reinterpret_cast<T*>(static_cast<char*>(workspace) + zeroed);
-  Launch how{dim3(static_cast<unsigned>(device_facts().num_sms)), dim3(kTailThreads), 0,
-             static_cast<cudaStream_t>(stream)};
-  if (p.m <= 8) {
-    how.shared = TailShape<1>::kShared;
-    return launch(layer_tail_kernel<T, 1>, how, p, met, inner);
-  }
-  how.shared = TailShape<2>::kShared;
-  return launch(layer_tail_kernel<T, 2>, how, p, met, inner);
+  TailMaps maps = {};
+  if (!map_lines<T>(&maps.o, p.w_o, p.h, p.a) || !map_lines<T>(&maps.gate_up, p.w_gate_up, 2 * p.i, p.h) ||
+      !map_lines<T>(&maps.down, p.w_down, p.h, p.i) ||
+      (p.w_qkv != nullptr && !map_lines<T>(&maps.qkv, p.w_qkv, p.q, p.h)))
+    return kUnsupported;
+  const char* env = getenv("TAIL_FLAGS");
+  const int flags = env ? atoi(env) : 0;
+  const auto run = [&](auto shape, auto kernel) {
+    using Shape = decltype(shape);
+    const Launch how{dim3(static_cast<unsigned>(device_facts().num_sms)), dim3(Shape::kThreads), Shape::kShared,
+                     static_cast<cudaStream_t>(stream)};
+    return launch(kernel, how, p, maps, met, inner, flags);
+  };
+  if (p.m <= 8 && (flags & 4)) return run(TailShape<1, 8>{}, layer_tail_kernel<T, 1, 8>);
+  if (p.m <= 8) return run(TailShape<1, 16>{}, layer_tail_kernel<T, 1, 16>);
+  return run(TailShape<2, 8>{}, layer_tail_kernel<T, 2, 8>);
 }
 
 }  // namespace lamella

@@ -14,7 +14,7 @@ from lamella.runner_v2.attention.cuda import CudaAttention
 from lamella.runner_v2.attention.paged import PagedAttention
 from lamella.runner_v2.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from lamella.runner_v2.inputs import LayerCache, ModelInput
-from lamella.runner_v2.layers.decoder import ChainedLayer, DecoderLayer
+from lamella.runner_v2.layers.decoder import Carried, ChainedLayer, DecoderLayer
 from lamella.runner_v2.layers.rotary import make_table
 from lamella.runner_v2.ops.chained import chained_layer, split_parts
 from lamella.runner_v2.ops.providers import cuda_chained, cuda_linear
@@ -116,6 +116,7 @@ def test_nine_kernels_a_layer(folder: Path, family: str, is_small: bool, monkeyp
     """Decoding; the first layer norms its own input. Large products, cuBLAS's, are not among the calls."""
     if not is_small:
         monkeypatch.setattr(cuda_linear, "SMALL_MATRIX", 0)
+    monkeypatch.setattr(cuda_chained, "MAX_TAIL_TOKENS", 0)
     kernels = Counted(cuda_kernels)
     ours = on_cuda(folder / f"{family}-bfloat16", torch.bfloat16, kernels)
     ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
@@ -129,6 +130,42 @@ def test_nine_kernels_a_layer(folder: Path, family: str, is_small: bool, monkeyp
     # the last layer's residual sum is torch's, and the head norms
     expected = ["rms_norm", *layer * ours.config.num_layers, *product]
     assert kernels.calls[2:] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_three_kernels_a_layer_for_few_tokens(folder: Path, family: str) -> None:
+    """Once the layers know who follows. One with biases has none."""
+    kernels = Counted(cuda_kernels)
+    ours = on_cuda(folder / f"{family}-bfloat16", torch.bfloat16, kernels)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    ours.step(step_of(ids, [(0, 0, 20)]))
+    kernels.calls.clear()
+    ours.step(step_of(ids, [(0, 20, 1)], num_single=1))
+    if family == "qwen2":
+        assert "layer_tail" not in kernels.calls
+        return
+    layer = ["rope_write", "paged_decode", "layer_tail"]
+    assert kernels.calls[2:] == ["rms_norm", "linear", *layer * ours.config.num_layers, "rms_norm", "linear"]
+
+
+def test_a_tail_knows_who_follows_or_leaves_it(folder: Path) -> None:
+    """The first step of few tokens links the layers; what a layer left for another is not used."""
+    kernels = Counted(cuda_kernels)
+    ours = on_cuda(folder / "llama-bfloat16", torch.bfloat16, kernels)
+    theirs = on_cuda(folder / "llama-bfloat16", torch.bfloat16)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    first = ours.step(step_of(ids, [(0, 0, 9)]))
+    assert kernels.calls.count("rms_norm") == ours.config.num_layers + 1
+    kernels.calls.clear()
+    assert torch.equal(ours.step(step_of(ids, [(0, 0, 9)])), first)
+    assert kernels.calls.count("rms_norm") == 2  # before the first layer and the head
+    batch = step_of(ids, [(0, 0, 9)])
+    for model in (ours, theirs):
+        inputs = ModelInput(batch.token_ids, batch.positions, (model.backend.plan(batch, 0),), model.caches)
+        carried = model.model.layers[0](model.model.embed(inputs), inputs)
+        again = model.model.layers[0](Carried(carried.hidden.clone()), inputs)
+        other = model.model.layers[0](carried, inputs)  # not the layer whose qkv lies ready
+        assert torch.equal(other.hidden, again.hidden)
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -152,11 +189,11 @@ def test_experts_norm_once_at_each_end(folder: Path, closes: bool, monkeypatch: 
 def test_the_last_layer_prepares_nothing(folder: Path) -> None:
     ours = on_cuda(folder / "llama-bfloat16", torch.bfloat16)
     ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
-    batch = step_of(ids, [(0, 0, 5)])
+    batch = step_of(ids, [(0, 0, 20)])
     inputs = ModelInput(batch.token_ids, batch.positions, (ours.backend.plan(batch, 0),), ours.caches)
     carried = ours.model.layers[0](ours.model.embed(inputs), inputs)
     assert carried.ahead is not None
-    assert carried.ahead.shape == carried.hidden.shape
+    assert carried.ahead.normed.shape == carried.hidden.shape
     assert ours.model.layers[-1](carried, inputs).ahead is None
 
 

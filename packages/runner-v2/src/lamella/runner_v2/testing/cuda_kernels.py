@@ -48,6 +48,9 @@ __all__ = [
     "fused_moe",
     "gated_activation",
     "kv_write",
+    "layer_tail",
+    "layer_tail_rows",
+    "layer_tail_workspace",
     "linear",
     "linear_workspace",
     "logsumexp",
@@ -144,6 +147,55 @@ def gated_activation(
 
 def silu_mul(x: torch.Tensor, *, tile: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
     return gated_activation(x, "silu", tile=tile, out=out)
+
+
+def layer_tail_rows(attended: int, hidden: int, inner: int, qkv: int = 0) -> int:
+    """Unlike the kernel also of the tiny models' widths."""
+    return 16 if all(width % 16 == 0 for width in (attended, hidden, inner, qkv)) else 0
+
+
+def layer_tail_workspace(inner: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    workspace = torch.empty(_FLAGS + 32 * inner, dtype=torch.uint8, device=device)
+    workspace[:_FLAGS].zero_()
+    return workspace
+
+
+def layer_tail(
+    attended: torch.Tensor,  # [num_tokens, attended]
+    w_o: torch.Tensor,  # [hidden, attended]
+    residual: torch.Tensor,  # [num_tokens, hidden]
+    mlp_norm: torch.Tensor,  # [hidden]
+    w_gate_up: torch.Tensor,  # [2 * inner, hidden]
+    w_down: torch.Tensor,  # [hidden, inner]
+    workspace: torch.Tensor,
+    *,
+    next_norm: torch.Tensor | None = None,  # [hidden]
+    w_qkv: torch.Tensor | None = None,  # [qkv, hidden]
+    qkv: torch.Tensor | None = None,  # [num_tokens, qkv]
+    eps: float = 1e-6,
+    prefetch: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    check(attended, "attended", HALF, (-1, -1), aligned=True)
+    (num_tokens, width), dtype = attended.shape, attended.dtype
+    check_dense(w_o, "w_o", (dtype,), (-1, width))
+    hidden = w_o.shape[0]
+    check(residual, "residual", (dtype,), (num_tokens, hidden), aligned=True)
+    check_dense(w_gate_up, "w_gate_up", (dtype,), (-1, hidden))
+    inner = w_gate_up.shape[0] // 2
+    check_dense(w_down, "w_down", (dtype,), (hidden, inner))
+    require((w_qkv is None) == (next_norm is None), "next_norm", "is needed with w_qkv, and only with it")
+    require(num_tokens <= layer_tail_rows(width, hidden, inner), "attended", f"has {num_tokens} rows")
+    _check_workspace(workspace, _FLAGS + 32 * inner)
+    if prefetch is not None:
+        require(prefetch.is_contiguous(), "prefetch", "is not contiguous")
+    normed = rms_norm(F.linear(attended, w_o), mlp_norm, eps, residual=residual)
+    delta = F.linear(silu_mul(F.linear(normed, w_gate_up)), w_down)
+    if w_qkv is None or next_norm is None:
+        residual.copy_(residual.float() + delta.float())
+        return None
+    check_dense(w_qkv, "w_qkv", (dtype,), (-1, hidden))
+    result = F.linear(rms_norm(delta, next_norm, eps, residual=residual), w_qkv)
+    return result if qkv is None else qkv.copy_(result)
 
 
 def linear(

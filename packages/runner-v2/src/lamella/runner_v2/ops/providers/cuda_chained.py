@@ -2,10 +2,12 @@
 
     qkv ─ rope, write ─ attention ─ o ─ + residual, norm ─ gate_up ─ activation ─ down ─ + residual, next layer's norm
 
-Nine kernels of a dense layer. The products are cuBLAS's: the own ones with norms, activation and residual fused to
-their ends (six kernels) are as fast one behind the other, but not behind attention, where no weights can be loaded
-ahead. On an H200, llama-8b's layer at context 1,088 in us, six kernels and nine: batch 1 140 and 136, batch 8 161 and
-147, batch 32 213 and 173, batch 128 328 and 300.
+Nine kernels of a dense layer. The products are cuBLAS's: own ones with norms, activation and residual fused to their
+ends (six kernels) are as fast one behind the other, but not behind attention, where no weights can be loaded ahead.
+
+For few tokens three kernels: all from o to the next layer's qkv is one (layer_tail), which streams weights without a
+pause. A layer learns who follows when that one first runs behind it; until then, and for whoever does not follow, it
+leaves a norm as ever.
 """
 
 from __future__ import annotations
@@ -35,11 +37,33 @@ from lamella.runner_v2.ops.rotary import RopeTable
 from lamella.runner_v2.ops.spec import Picked, Site
 from lamella.runner_v2.weights.slots import RawPart
 
+MAX_TAIL_TOKENS = 16
+"""Most tokens whose layers' tails are one kernel."""
 _MAX_CLOSED = 8192
 """Widest residual stream that the experts' kernel adds to and norms."""
 
-Ahead = torch.Tensor
-"""What a layer prepares for the next one: its normed input [T, hidden]."""
+
+class _Link:
+    """Who runs behind a layer. It is told at the first step, in which all the model's layers run."""
+
+    def __init__(self) -> None:
+        self.next_qkv: Matrix | None = None
+        self.next_o: torch.Tensor | None = None
+
+    def tell(self, qkv: Matrix, o: torch.Tensor) -> None:
+        self.next_qkv, self.next_o = qkv, o
+
+
+class Ahead(NamedTuple):
+    """What a layer prepares for the next one."""
+
+    link: _Link
+    normed: torch.Tensor | None  # [T, hidden]
+    """Its normed input, or"""
+    qkv: torch.Tensor | None  # [T, qkv]
+    """the product of that with"""
+    matrix: Matrix | None
+    """its matrix."""
 
 
 class _Layer(NamedTuple):
@@ -63,11 +87,20 @@ class _Layer(NamedTuple):
     qkv: Matrix
     o: Matrix
     mlp: _Mlp | _Moe
+    tail: _Tail | None
+    link: _Link
 
 
 class _Mlp(NamedTuple):
     gate_up: Matrix
     down: Matrix
+
+
+class _Tail(NamedTuple):
+    """Of layers that the kernel for few tokens serves."""
+
+    workspace: torch.Tensor
+    max_tokens: int
 
 
 class _Moe(NamedTuple):
@@ -119,6 +152,10 @@ def chained_picked(site: Site, kernels: Any, workspaces: Workspaces, provider: s
                 moe.num_experts_per_token,
                 moe.norm_topk,
             )
+        qkv, o = matrix("qkv"), matrix("o")
+        tail = None
+        if isinstance(mlp, _Mlp):
+            tail = _bind_tail(kernels, workspaces, qkv, o, mlp, config.activation)
         return _Layer(
             kernels=kernels,
             attention=attention,
@@ -134,9 +171,11 @@ def chained_picked(site: Site, kernels: Any, workspaces: Workspaces, provider: s
             next_norm=packed.get("next_norm"),
             q_norm=packed.get("q_norm"),
             k_norm=packed.get("k_norm"),
-            qkv=matrix("qkv"),
-            o=matrix("o"),
+            qkv=qkv,
+            o=o,
             mlp=mlp,
+            tail=tail,
+            link=_Link(),
         )
 
     return Picked(site.op, provider, run_chained, pack, bind)
@@ -150,19 +189,32 @@ def run_chained(
     handle: _Layer,
 ) -> tuple[torch.Tensor, Ahead | None]:
     """One layer over a step, in place of hidden."""
-    if ahead is None:
-        ahead = handle.kernels.rms_norm(hidden, handle.attn_norm, handle.eps)
-    attended = _attend(ahead, plan, cache, handle)
+    if ahead is not None:
+        ahead.link.tell(handle.qkv, handle.o.weight)
+    attended = _attend(_project(hidden, ahead, handle), plan, cache, handle)
     if isinstance(handle.mlp, _Moe):
-        return hidden, _finish_moe(hidden, attended, handle, handle.mlp)
-    return hidden, _finish(hidden, attended, handle, handle.mlp)
+        normed = _finish_moe(hidden, attended, handle, handle.mlp)
+    elif handle.tail is not None and 0 < hidden.shape[0] <= handle.tail.max_tokens:
+        return hidden, _finish_few(hidden, attended, handle, handle.mlp, handle.tail)
+    else:
+        normed = _finish(hidden, attended, handle, handle.mlp)
+    return hidden, None if normed is None else Ahead(handle.link, normed, None, None)
 
 
-def _attend(x: Ahead, plan: CudaPlan, cache: LayerCache, handle: _Layer) -> torch.Tensor:
+def _project(hidden: torch.Tensor, ahead: Ahead | None, handle: _Layer) -> torch.Tensor:
+    """Queries, keys and values [T, qkv]."""
+    if ahead is not None and ahead.matrix is handle.qkv and ahead.qkv is not None:
+        return ahead.qkv
+    normed = None if ahead is None else ahead.normed
+    if normed is None:
+        normed = handle.kernels.rms_norm(hidden, handle.attn_norm, handle.eps)
+    return product(handle.kernels, normed, handle.qkv)
+
+
+def _attend(qkv: torch.Tensor, plan: CudaPlan, cache: LayerCache, handle: _Layer) -> torch.Tensor:
     """Up to attention's result [T, num_heads * head_dim]; keys and values are in the cache then."""
-    kernels, num_tokens = handle.kernels, x.shape[0]
+    kernels, num_tokens = handle.kernels, qkv.shape[0]
     num_heads, num_kv_heads = handle.heads
-    qkv = product(kernels, x, handle.qkv)
     heads = qkv.view(num_tokens, -1, handle.head_dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     kernels.rope_write(
@@ -186,7 +238,7 @@ def _attend(x: Ahead, plan: CudaPlan, cache: LayerCache, handle: _Layer) -> torc
     return attended.view(num_tokens, -1)
 
 
-def _finish(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _Mlp) -> Ahead | None:
+def _finish(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _Mlp) -> torch.Tensor | None:
     """The MLP."""
     kernels = handle.kernels
     delta = product(kernels, attended, handle.o)
@@ -195,7 +247,38 @@ def _finish(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _
     return _close(hidden, product(kernels, inner, mlp.down), handle)
 
 
-def _finish_moe(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, moe: _Moe) -> Ahead | None:
+def _bind_tail(
+    kernels: Any, workspaces: Workspaces, qkv: Matrix, o: Matrix, mlp: _Mlp, activation: str
+) -> _Tail | None:
+    matrices = (qkv, o, mlp.gate_up, mlp.down)
+    if activation != "silu" or any(matrix.bias is not None for matrix in matrices):
+        return None
+    inner = mlp.down.weight.shape[1]
+    most = min(MAX_TAIL_TOKENS, kernels.layer_tail_rows(*o.weight.shape[::-1], inner, qkv.weight.shape[0]))
+    return None if most == 0 else _Tail(workspaces.tail(o.weight.device, inner), most)
+
+
+def _finish_few(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _Mlp, tail: _Tail) -> Ahead | None:
+    """From o to the next layer's qkv."""
+    next_qkv, is_last = handle.link.next_qkv, handle.next_norm is None
+    fused = None if is_last or next_qkv is None or next_qkv.bias is not None else next_qkv
+    qkv = handle.kernels.layer_tail(
+        attended,
+        handle.o.weight,
+        hidden,
+        handle.mlp_norm,
+        mlp.gate_up.weight,
+        mlp.down.weight,
+        tail.workspace,
+        next_norm=None if fused is None else handle.next_norm,
+        w_qkv=None if fused is None else fused.weight,
+        eps=handle.eps,
+        prefetch=None if is_last else handle.link.next_o,
+    )
+    return None if is_last else Ahead(handle.link, None, qkv, fused)
+
+
+def _finish_moe(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, moe: _Moe) -> torch.Tensor | None:
     """Experts and router need the norm itself, so it is a kernel for few tokens too."""
     kernels = handle.kernels
     x = kernels.rms_norm(product(kernels, attended, handle.o), handle.mlp_norm, handle.eps, residual=hidden)
@@ -222,13 +305,13 @@ def _finish_moe(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mo
     return None if handle.next_norm is None else normed
 
 
-def _close(hidden: torch.Tensor, delta: torch.Tensor, handle: _Layer) -> Ahead | None:
+def _close(hidden: torch.Tensor, delta: torch.Tensor, handle: _Layer) -> torch.Tensor | None:
     """hidden += delta, and the next layer's norm where there is one."""
     if handle.next_norm is None:
         hidden.add_(delta)
         return None
-    ahead: Ahead = handle.kernels.rms_norm(delta, handle.next_norm, handle.eps, residual=hidden)
-    return ahead
+    normed: torch.Tensor = handle.kernels.rms_norm(delta, handle.next_norm, handle.eps, residual=hidden)
+    return normed
 
 
 def _factor(part: RawPart, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Workspaces:
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
         self._linear: dict[torch.device, torch.Tensor] = {}
+        self._tail: dict[torch.device, tuple[int, torch.Tensor]] = {}
         self._moe: dict[torch.device, torch.Tensor] = {}
         self._moe_bytes: dict[tuple[int, int, int, int], int] = {}
 
@@ -52,6 +53,13 @@ class Workspaces:
         if device not in self._linear:
             self._linear[device] = self._kernels.linear_workspace(FEW_TOKENS, device)
         return self._linear[device]
+
+    def tail(self, device: torch.device, inner: int) -> torch.Tensor:
+        """For tails of layers up to this inner width. Handles that were bound before keep theirs."""
+        known = self._tail.get(device)
+        if known is None or known[0] < inner:
+            known = self._tail[device] = (inner, self._kernels.layer_tail_workspace(inner, device))
+        return known[1]
 
     def moe(self, device: torch.device, top_k: int, num_experts: int, hidden: int, inner: int) -> torch.Tensor:
         """For experts of this shape and steps of up to max_num_tokens. Handles that were bound before keep theirs."""
