@@ -26,7 +26,14 @@ from lamella.kernels_cuda.cache import kv_write, rope, rope_write
 from lamella.kernels_cuda.copy import copy_block_pairs, copy_blocks
 from lamella.kernels_cuda.device import available, capability, why_not
 from lamella.kernels_cuda.gemm import linear, linear_fp8, linear_workspace, pack_gate_up
-from lamella.kernels_cuda.layer import layer_tail, layer_tail_rows, layer_tail_workspace
+from lamella.kernels_cuda.layer import (
+    experts_tail,
+    experts_tail_rows,
+    experts_tail_workspace,
+    layer_tail,
+    layer_tail_rows,
+    layer_tail_workspace,
+)
 from lamella.kernels_cuda.moe import fused_moe, moe_align, moe_route, moe_workspace, moe_workspace_bytes
 from lamella.kernels_cuda.norm import rms_norm, rms_norm_fp8
 from lamella.kernels_cuda.prefill import paged_prefill
@@ -50,6 +57,9 @@ __all__ = [
     "decode_parts",
     "decode_schedule",
     "decode_schedule_size",
+    "experts_tail",
+    "experts_tail_rows",
+    "experts_tail_workspace",
     "fused_moe",
     "gated_activation",
     "kv_write",
