@@ -148,6 +148,21 @@ def test_three_kernels_a_layer_for_few_tokens(folder: Path, family: str) -> None
     assert kernels.calls[2:] == ["rms_norm", "linear", *layer * ours.config.num_layers, "rms_norm", "linear"]
 
 
+def test_three_kernels_a_layer_with_experts(folder: Path) -> None:
+    kernels = Counted(cuda_kernels)
+    ours = on_cuda(folder / "qwen3_moe-bfloat16", torch.bfloat16, kernels)
+    ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size
+    ours.step(step_of(ids, [(0, 0, 20)]))
+    kernels.calls.clear()
+    ours.step(step_of(ids, [(0, 20, 1)], num_single=1))
+    tails = ["layer_tail", *["experts_tail"] * (ours.config.num_layers - 1)]
+    layers = [name for tail in tails for name in ("rope_write", "paged_decode", tail)]
+    assert kernels.calls[2:] == ["rms_norm", "linear", *layers, "rms_norm", "linear"]
+    kernels.calls.clear()
+    ours.step(step_of(ids, [(0, 20, 9)]))
+    assert "fused_moe" in kernels.calls, "more tokens than the kernel takes"
+
+
 def test_a_tail_knows_who_follows_or_leaves_it(folder: Path) -> None:
     """The first step of few tokens links the layers; what a layer left for another is not used."""
     kernels = Counted(cuda_kernels)
@@ -173,6 +188,7 @@ def test_experts_norm_once_at_each_end(folder: Path, closes: bool, monkeypatch: 
     """Behind the experts the norm is part of their kernel, unless the stream is too wide for it."""
     if not closes:
         monkeypatch.setattr(cuda_chained, "_MAX_CLOSED", 0)
+    monkeypatch.setattr(cuda_chained, "MAX_TAIL_TOKENS", 0)
     kernels = Counted(cuda_kernels)
     ours = on_cuda(folder / "qwen3_moe-bfloat16", torch.bfloat16, kernels)
     ids = torch.arange(MAX_LEN)[None] % ours.config.vocab_size

@@ -5,9 +5,9 @@
 Nine kernels of a dense layer. The products are cuBLAS's: own ones with norms, activation and residual fused to their
 ends (six kernels) are as fast one behind the other, but not behind attention, where no weights can be loaded ahead.
 
-For few tokens three kernels: all from o to the next layer's qkv is one (layer_tail), which streams weights without a
-pause. A layer learns who follows when that one first runs behind it; until then, and for whoever does not follow, it
-leaves a norm as ever.
+For few tokens three kernels: all from o to the next layer's qkv is one (layer_tail, experts_tail), which streams
+weights without a pause. A layer learns who follows when that one first runs behind it; until then, and for whoever does
+not follow, it leaves a norm as ever.
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ def chained_picked(site: Site, kernels: Any, workspaces: Workspaces, provider: s
                 moe.norm_topk,
             )
         qkv, o = matrix("qkv"), matrix("o")
-        tail = None
-        if isinstance(mlp, _Mlp):
-            tail = _bind_tail(kernels, workspaces, qkv, o, mlp, config.activation)
+        tail = _bind_tail(kernels, workspaces, qkv, o, mlp, config.activation)
         return _Layer(
             kernels=kernels,
             attention=attention,
@@ -192,10 +190,10 @@ def run_chained(
     if ahead is not None:
         ahead.link.tell(handle.qkv, handle.o.weight)
     attended = _attend(_project(hidden, ahead, handle), plan, cache, handle)
+    if handle.tail is not None and 0 < hidden.shape[0] <= handle.tail.max_tokens:
+        return hidden, _finish_few(hidden, attended, handle, handle.tail)
     if isinstance(handle.mlp, _Moe):
         normed = _finish_moe(hidden, attended, handle, handle.mlp)
-    elif handle.tail is not None and 0 < hidden.shape[0] <= handle.tail.max_tokens:
-        return hidden, _finish_few(hidden, attended, handle, handle.mlp, handle.tail)
     else:
         normed = _finish(hidden, attended, handle, handle.mlp)
     return hidden, None if normed is None else Ahead(handle.link, normed, None, None)
@@ -248,33 +246,48 @@ def _finish(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _
 
 
 def _bind_tail(
-    kernels: Any, workspaces: Workspaces, qkv: Matrix, o: Matrix, mlp: _Mlp, activation: str
+    kernels: Any, workspaces: Workspaces, qkv: Matrix, o: Matrix, mlp: _Mlp | _Moe, activation: str
 ) -> _Tail | None:
-    matrices = (qkv, o, mlp.gate_up, mlp.down)
+    matrices = (qkv, o, mlp.gate_up, mlp.down) if isinstance(mlp, _Mlp) else (qkv, o, mlp.router)
     if activation != "silu" or any(matrix.bias is not None for matrix in matrices):
         return None
-    inner = mlp.down.weight.shape[1]
-    most = min(MAX_TAIL_TOKENS, kernels.layer_tail_rows(*o.weight.shape[::-1], inner, qkv.weight.shape[0]))
-    return None if most == 0 else _Tail(workspaces.tail(o.weight.device, inner), most)
+    device, attended, num_qkv = o.weight.device, o.weight.shape[1], qkv.weight.shape[0]
+    if isinstance(mlp, _Mlp):
+        hidden, inner = mlp.down.weight.shape
+        most = kernels.layer_tail_rows(attended, hidden, inner, num_qkv)
+        return _Tail(workspaces.tail(device, inner), min(most, MAX_TAIL_TOKENS)) if most else None
+    num_experts, hidden, inner = mlp.down.shape
+    most = kernels.experts_tail_rows(attended, hidden, inner, num_qkv, num_experts, mlp.top_k)
+    if not most:
+        return None
+    return _Tail(workspaces.experts_tail(device, inner, num_experts, mlp.top_k), min(most, MAX_TAIL_TOKENS))
 
 
-def _finish_few(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, mlp: _Mlp, tail: _Tail) -> Ahead | None:
+def _finish_few(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, tail: _Tail) -> Ahead | None:
     """From o to the next layer's qkv."""
+    mlp, kernels = handle.mlp, handle.kernels
     next_qkv, is_last = handle.link.next_qkv, handle.next_norm is None
     fused = None if is_last or next_qkv is None or next_qkv.bias is not None else next_qkv
-    qkv = handle.kernels.layer_tail(
-        attended,
-        handle.o.weight,
-        hidden,
-        handle.mlp_norm,
-        mlp.gate_up.weight,
-        mlp.down.weight,
-        tail.workspace,
-        next_norm=None if fused is None else handle.next_norm,
-        w_qkv=None if fused is None else fused.weight,
-        eps=handle.eps,
-        prefetch=None if is_last else handle.link.next_o,
-    )
+    options = {
+        "next_norm": None if fused is None else handle.next_norm,
+        "w_qkv": None if fused is None else fused.weight,
+        "eps": handle.eps,
+        "prefetch": None if is_last else handle.link.next_o,
+    }
+    beginning = (attended, handle.o.weight, hidden, handle.mlp_norm)
+    if isinstance(mlp, _Mlp):
+        qkv = kernels.layer_tail(*beginning, mlp.gate_up.weight, mlp.down.weight, tail.workspace, **options)
+    else:
+        qkv = kernels.experts_tail(
+            *beginning,
+            mlp.router.weight,
+            mlp.gate_up,
+            mlp.down,
+            mlp.top_k,
+            tail.workspace,
+            renormalize=mlp.norm_topk,
+            **options,
+        )
     return None if is_last else Ahead(handle.link, None, qkv, fused)
 
 

@@ -44,7 +44,8 @@ class Workspaces:
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
         self._linear: dict[torch.device, torch.Tensor] = {}
-        self._tail: dict[torch.device, tuple[int, torch.Tensor]] = {}
+        self._tails: dict[torch.device, torch.Tensor] = {}
+        self._tails_of_experts: dict[torch.device, torch.Tensor] = {}
         self._moe: dict[torch.device, torch.Tensor] = {}
         self._moe_bytes: dict[tuple[int, int, int, int], int] = {}
 
@@ -55,11 +56,20 @@ class Workspaces:
         return self._linear[device]
 
     def tail(self, device: torch.device, inner: int) -> torch.Tensor:
-        """For tails of layers up to this inner width. Handles that were bound before keep theirs."""
-        known = self._tail.get(device)
-        if known is None or known[0] < inner:
-            known = self._tail[device] = (inner, self._kernels.layer_tail_workspace(inner, device))
-        return known[1]
+        """For tails of dense layers of this inner width. Handles that were bound before keep theirs."""
+        return self._larger(self._tails, device, self._kernels.layer_tail_workspace(inner, device))
+
+    def experts_tail(self, device: torch.device, inner: int, num_experts: int, top_k: int) -> torch.Tensor:
+        """For tails of layers with experts."""
+        needed = self._kernels.experts_tail_workspace(inner, num_experts, top_k, device)
+        return self._larger(self._tails_of_experts, device, needed)
+
+    def _larger(
+        self, known: dict[torch.device, torch.Tensor], device: torch.device, needed: torch.Tensor
+    ) -> torch.Tensor:
+        if device not in known or known[device].numel() < needed.numel():
+            known[device] = needed
+        return known[device]
 
     def moe(self, device: torch.device, top_k: int, num_experts: int, hidden: int, inner: int) -> torch.Tensor:
         """For experts of this shape and steps of up to max_num_tokens. Handles that were bound before keep theirs."""
