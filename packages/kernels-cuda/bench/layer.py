@@ -19,7 +19,7 @@ def rows(emit):
     gain = torch.ones(HIDDEN, device="cuda").bfloat16()
     workspace = kernels.layer_tail_workspace(INNER)
     total = sum(w.numel() for w in layers[0]) * 2
-    for m in (1, 4, 8, 16):
+    for m in (1, 4, 8):
         attended, residual = (torch.randn(m, HIDDEN, device="cuda").bfloat16() for _ in range(2))
 
         def one(i, attended=attended, residual=residual):

@@ -62,7 +62,7 @@ def llama():
     return Layer(LLAMA_8B, torch.bfloat16)
 
 
-@pytest.mark.parametrize("num_tokens", range(17))
+@pytest.mark.parametrize("num_tokens", range(9))
 def test_numbers_of_tokens(llama, num_tokens):
     llama.check(num_tokens)
     llama.check(num_tokens, closes=True)
@@ -81,20 +81,20 @@ def test_numbers_of_tokens(llama, num_tokens):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
 def test_widths(shape, num_tokens, dtype):
     layer = Layer(shape, dtype)
     layer.check(num_tokens, prefetch=layer.w_o)
 
 
 def test_a_token_does_not_depend_on_the_others(llama):
-    attended, residual = llama.inputs(16)
+    attended, residual = llama.inputs(8)
     attended[3], residual[5] = torch.nan, torch.inf
     alone = []
-    for i in range(16):
+    for i in range(8):
         stream = residual[i : i + 1].clone()
         alone.append((llama.run(attended[i : i + 1], stream), stream))
-    for num_tokens in (2, 8, 11, 16):
+    for num_tokens in (2, 5, 8):
         stream = residual[:num_tokens].clone()
         qkv = llama.run(attended[:num_tokens], stream)
         for i in range(num_tokens):
@@ -105,7 +105,7 @@ def test_a_token_does_not_depend_on_the_others(llama):
 
 
 def test_the_same_bits_every_time(llama):
-    attended, residual = llama.inputs(13)
+    attended, residual = llama.inputs(7)
     first = residual.clone()
     qkv = llama.run(attended, first)
     for _ in range(200):
@@ -139,12 +139,12 @@ def test_many_behind_each_other_in_a_graph(llama):
 
 
 def test_strided_rows(llama):
-    attended, residual = llama.inputs(9)
-    wide = [poisoned(9, 2 * width, dtype=torch.bfloat16) for width in LLAMA_8B[:2]]
+    attended, residual = llama.inputs(7)
+    wide = [poisoned(7, 2 * width, dtype=torch.bfloat16) for width in LLAMA_8B[:2]]
     views = [both[:, : both.shape[1] // 2] for both in wide]
     for view, tensor in zip(views, (attended, residual), strict=True):
         view.copy_(tensor)
-    out = poisoned(9, 3 * 6144, dtype=torch.bfloat16)
+    out = poisoned(7, 3 * 6144, dtype=torch.bfloat16)
     expected = llama.run(attended, residual)
     assert torch.equal(llama.run(*views, qkv=out[:, 6144:12288]), expected)
     assert torch.equal(views[1], residual)
@@ -154,8 +154,8 @@ def test_strided_rows(llama):
 
 
 def test_what_does_not_fit_is_named(llama):
-    attended, residual = llama.inputs(17)
-    with pytest.raises(ValueError, match=r"^attended: has 17 rows .* takes 16"):
+    attended, residual = llama.inputs(9)
+    with pytest.raises(ValueError, match=r"^attended: has 9 rows .* takes 8"):
         llama.run(attended, residual)
     attended, residual = llama.inputs(2)
     with pytest.raises(ValueError, match="^residual: "):

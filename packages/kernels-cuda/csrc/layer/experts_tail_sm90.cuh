@@ -103,32 +103,36 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int hidden_tiles = static_cast<int>(p.h / kTailRows), inner_tiles = static_cast<int>(p.i / 8);
   const int qkv_tiles = p.w_qkv != nullptr ? static_cast<int>(p.q / kTailRows) : 0;
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  // o leaves the last blocks free
-  const int router_tile = grid - 1 - block, router_tiles = p.num_experts / kTailRows;
+  unsigned* open = reinterpret_cast<unsigned*>(met + 16);
 
   if (threadIdx.x >= Shape::kConsumers) {
     if (threadIdx.x != Shape::kConsumers) return;
     const uint64_t once = evict_first_policy();
     const auto row = [](int tile) { return tile * kTailRows; };
-    stages.load_all(&maps.o, hidden_tiles, depths(p.a), 1, 8, once, row);
-    for (int tile = router_tile; tile < router_tiles; tile += grid)
-      for (int k = 0; k < depths(p.h); ++k) stages.load(&maps.router, tile * kTailRows, tile * kTailRows + 8, k, once);
+    stages.load_all(&maps.o, hidden_tiles, depths(p.a), false, 8, once, FixedTiles{block, grid}, row);
+    // o leaves the last blocks free
+    stages.load_all(&maps.router, p.num_experts / kTailRows, depths(p.h), false, 8, once,
+                    FixedTiles{grid - 1 - block, grid}, row);
     const int64_t tile_bytes = kTailRows * p.h * 2;
     for (int tile = block; tile < qkv_tiles; tile += grid)
       prefetch_l2(static_cast<const char*>(p.w_qkv) + tile * tile_bytes, static_cast<uint32_t>(tile_bytes));
     barrier_wait(&choice.done, 0);
     const int num_chosen = choice.counts[kExpertsTokens];
     const int width = static_cast<int>(p.i);
-    stages.load_all(&maps.w13, num_chosen * inner_tiles, depths(p.h), 1, width, once, [&](int tile) {
-      return choice.experts[tile / inner_tiles] * 2 * width + tile % inner_tiles * 8;
-    });
+    stages.load_all(&maps.w13, num_chosen * inner_tiles, depths(p.h), false, width, once,
+                    OpenTiles(block, grid, open), [&](int tile) {
+                      return choice.experts[tile / inner_tiles] * 2 * width + tile % inner_tiles * 8;
+                    });
     for (int tile = block; tile < hidden_tiles; tile += grid) {
       for (int u = 0; u < num_chosen; ++u) {
         const int first = choice.experts[u] * static_cast<int>(p.h) + tile * kTailRows;
-        for (int k = 0; k < depths(p.i); ++k) stages.load(&maps.w2, first, first + 8, k, once);
+        for (int k = 0; k < depths(p.i); ++k) {
+          stages.claim();
+          stages.load(&maps.w2, first, first + 8, k, once);
+        }
       }
     }
-    stages.load_all(&maps.qkv, qkv_tiles, depths(p.h), 1, 8, once, row);
+    stages.load_all(&maps.qkv, qkv_tiles, depths(p.h), false, 8, once, FixedTiles{block, grid}, row);
     if (p.prefetch != nullptr) prefetch_part(p.prefetch, p.prefetch_bytes);
     return;
   }
@@ -143,27 +147,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     grow(to + 8, high);
   };
   consumer.hold(static_cast<const T*>(p.attended), p.attended_stride, depths(p.a));
-  consumer.template multiply<1, false>(hidden_tiles, depths(p.a), nullptr, 0, add);
-  consumer.meet();
-  consumer.hold_normed(residual, p.residual_stride, depths(p.h), static_cast<const T*>(p.mlp_norm), p.eps);
-  consumer.template multiply_from<1, false>(router_tile, router_tiles, depths(p.h), nullptr, 0,
-                                            [&](int tile, float low, float high, int token) {
-                                              T* to = logits + token * p.num_experts + tile * kTailRows + g;
-                                              to[0] = from_float<T>(low);
-                                              to[8] = from_float<T>(high);
-                                            });
+  consumer.template multiply<1, false>(depths(p.a), nullptr, 0, add);
+  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.mlp_norm, p.eps);
+  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
+    T* to = logits + token * p.num_experts + tile * kTailRows + g;
+    to[0] = from_float<T>(low);
+    to[8] = from_float<T>(high);
+  });
   consumer.meet();
   choose(choice, p, logits, consumer);
   const int num_chosen = choice.counts[kExpertsTokens];
-  consumer.template multiply<1, false>(
-      num_chosen * inner_tiles, depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
-        const unsigned j = static_cast<unsigned>(choice.slots[tile / inner_tiles] >> (8 * token)) & 0xff;
-        if (j == 0xff) return;
-        const float gate = to_float(from_float<T>(low)), up = to_float(from_float<T>(high));
-        const float act = to_float(from_float<T>(__fdividef(gate, 1.f + __expf(-gate))));
-        inner[(token * p.top_k + j) * p.i + tile % inner_tiles * 8 + g] = from_float<T>(act * up);
-      });
+  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
+    const unsigned j = static_cast<unsigned>(choice.slots[tile / inner_tiles] >> (8 * token)) & 0xff;
+    if (j == 0xff) return;
+    const float gate = to_float(from_float<T>(low)), up = to_float(from_float<T>(high));
+    const float act = to_float(from_float<T>(__fdividef(gate, 1.f + __expf(-gate))));
+    inner[(token * p.top_k + j) * p.i + tile % inner_tiles * 8 + g] = from_float<T>(act * up);
+  });
   consumer.meet();
+  if (block == 0 && threadIdx.x == 0) *open = 0;  // for the next launch
 
   const int num_k = depths(p.i), num_stages = num_chosen * num_k;
   const auto source = [&](int u) -> const T* {
@@ -202,15 +204,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     consumer.template add_up<1>(sum, 1, [&](int, float low, float high, int token) { add(tile, low, high, token); });
   }
   launch_successor();
-  if (p.w_qkv == nullptr) return;
-  consumer.meet();
-  consumer.hold_normed(residual, p.residual_stride, depths(p.h), static_cast<const T*>(p.next_norm), p.eps);
-  consumer.template multiply<1, false>(qkv_tiles, depths(p.h), nullptr, 0,
-                                       [&](int tile, float low, float high, int token) {
-                                         T* to = static_cast<T*>(p.qkv) + token * p.qkv_stride + tile * kTailRows + g;
-                                         to[0] = from_float<T>(low);
-                                         to[8] = from_float<T>(high);
-                                       });
+  if (p.w_qkv == nullptr) {
+    consumer.next_tiles();
+    return;
+  }
+  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.next_norm, p.eps);
+  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
+    T* to = static_cast<T*>(p.qkv) + token * p.qkv_stride + tile * kTailRows + g;
+    to[0] = from_float<T>(low);
+    to[8] = from_float<T>(high);
+  });
 #endif
 }
 

@@ -8,7 +8,7 @@ int layer_tail_sm90(const LamellaLayerTail& p, void* workspace, int64_t zeroed, 
 
 namespace {
 
-constexpr int64_t kMaxRows = 16, kMaxHeld = 4096, kZeroed = 256;
+constexpr int64_t kMaxRows = 8, kMaxHeld = 4096, kZeroed = 256;
 
 }  // namespace
 }  // namespace lamella

@@ -34,11 +34,12 @@ struct TailShape {
   static constexpr int kPieces = kDepth / 32 / kWarps;
   static constexpr int kBoxBytes = 8 * kDepth * 2, kStageBytes = 2 * kBoxBytes;
   static constexpr int kPair = 2;                    // most tiles at a time
+  static constexpr int kFlying = 64 * 1024 / kStageBytes;
   static constexpr int kSums = kPair * kTiles * 128;  // of a warp
   static constexpr int kSumBytes = kWarps * kSums * 4, kSquareBytes = kWarps * kTiles * 8 * 4;
   static constexpr int kRest = kSumBytes + kSquareBytes + kExtra;
-  static constexpr int kStages = (225 * 1024 - kRest) / (kStageBytes + 16);
-  static constexpr int kShared = kStages * (kStageBytes + 16) + kRest + 1024;
+  static constexpr int kStages = (225 * 1024 - kRest) / (kStageBytes + 24);
+  static constexpr int kShared = kStages * (kStageBytes + 24) + kRest + 1024;
   static_assert(kDepth % (32 * kWarps) == 0 && kThreads <= 1024, "");
 };
 
@@ -101,6 +102,9 @@ bool map_lines(CUtensorMap* map, const void* base, int64_t rows, int64_t width, 
 }
 
 // Shared memory of a block, and the place in its ring of stages: loader and consumers each count their own.
+//
+// Few stages at a time are on their way, though all may lie ready: with more, requests queue up in front of the memory
+// for microseconds, and what the other warps read and wait for at borders stands in the same queue.
 template <class Shape>
 struct TailStages {
   char* stages;
@@ -109,8 +113,11 @@ struct TailStages {
   char* extra;
   uint64_t* full;
   uint64_t* empty;
+  int2* tiles;  // whose first stage this is: its number and that of the tile that shares its tokens; -1: none
   int stage = 0;
   uint32_t parity = 0;
+  int flying = 0, landing = 0;  // of the loader: stages on their way, the first of them
+  uint32_t landing_parity = 0;
 
   // By all threads of the block.
   __device__ __forceinline__ explicit TailStages(char* raw) {
@@ -120,6 +127,7 @@ struct TailStages {
     extra = reinterpret_cast<char*>(squares + Shape::kSquareBytes / 4);
     full = reinterpret_cast<uint64_t*>(extra + Shape::kExtra);
     empty = full + Shape::kStages;
+    tiles = reinterpret_cast<int2*>(empty + Shape::kStages);
     if (threadIdx.x == 0) {
       for (int i = 0; i < Shape::kStages; ++i) {
         barrier_init(full + i, 1);
@@ -134,29 +142,77 @@ struct TailStages {
       parity ^= 1;
     }
   }
-  // One stage of a tile, by the loading thread: rows row .. row + 7 and second .. second + 7, k-th stage along K.
-  __device__ __forceinline__ void load(const CUtensorMap* map, int row, int second, int k, uint64_t policy) {
+  // By the loading thread: the next stage is free.
+  __device__ __forceinline__ void claim() {
+    if (flying == Shape::kFlying) {
+      barrier_wait(full + landing, landing_parity);
+      if (++landing == Shape::kStages) {
+        landing = 0;
+        landing_parity ^= 1;
+      }
+    } else {
+      ++flying;
+    }
     barrier_wait(empty + stage, parity ^ 1);
+  }
+  // One stage: rows row .. row + 7 and second .. second + 7 of the map, k-th stage along K.
+  __device__ __forceinline__ void load(const CUtensorMap* map, int row, int second, int k, uint64_t policy) {
     barrier_expect(full + stage, Shape::kStageBytes);
     char* to = stages + stage * Shape::kStageBytes;
     load_rows(to, map, full + stage, k * (Shape::kDepth / 64), row, policy);
     load_rows(to + Shape::kBoxBytes, map, full + stage, k * (Shape::kDepth / 64), second, policy);
     advance();
   }
-  // Tiles block, block + grid, ..; pair of them at a time; row(tile): of its first 8 rows.
-  template <class Row>
-  __device__ __forceinline__ void load_all(const CUtensorMap* map, int num_tiles, int num_k, int pair, int apart,
-                                           uint64_t policy, Row&& row) {
+  // A product has no more tiles.
+  __device__ __forceinline__ void close() {
+    claim();
+    tiles[stage] = int2{-1, -1};
+    barrier_arrive(full + stage);
+    advance();
+  }
+  // A whole product: next() is the block's next tile, or one behind the last. pair: two tiles at a time, the second a
+  // grid behind. row(tile): of its first 8 rows.
+  template <class Next, class Row>
+  __device__ __forceinline__ void load_all(const CUtensorMap* map, int num_tiles, int num_k, bool pair, int apart,
+                                           uint64_t policy, Next&& next, Row&& row) {
     const int grid = static_cast<int>(gridDim.x);
-    for (int first = blockIdx.x; first < num_tiles; first += pair * grid) {
-      const int count = pair == 1 || first + grid >= num_tiles ? 1 : pair;
+    for (int tile = next(); tile < num_tiles; tile = next()) {
+      const int second = pair && tile + grid < num_tiles ? tile + grid : -1;
+      const int rows[2] = {row(tile), second >= 0 ? row(second) : 0};
       for (int k = 0; k < num_k; ++k) {
-        for (int t = 0; t < count; ++t) {
-          const int at = row(first + t * grid);
-          load(map, at, at + apart, k, policy);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (t == 1 && second < 0) break;
+          claim();
+          if (k == 0 && t == 0) tiles[stage] = int2{tile, second};
+          load(map, rows[t], rows[t] + apart, k, policy);
         }
       }
     }
+    close();
+  }
+};
+
+// The block's tiles in a fixed order: block, block + step, ..
+struct FixedTiles {
+  int tile, step;
+  __device__ __forceinline__ int operator()() {
+    const int mine = tile;
+    tile += step;
+    return mine;
+  }
+};
+
+// The first one fixed, then whichever is open: multiprocessors do not get the same share of the memory's bandwidth. The
+// answer is asked for one tile ahead. The counter starts at 0.
+struct OpenTiles {
+  int tile, behind;  // behind: the fixed ones
+  unsigned* counter;
+  __device__ __forceinline__ OpenTiles(int first, int step, unsigned* open) : tile(first), behind(step), counter(open) {}
+  __device__ __forceinline__ int operator()() {
+    const int mine = tile;
+    tile = behind + static_cast<int>(atomicAdd(counter, 1u));
+    return mine;
   }
 };
 
@@ -218,8 +274,21 @@ struct TailConsumer {
       for (int n = 0; n < kTiles; ++n) read(k, n, row_of(from, stride, n), k);
     }
   }
-  // Holds rms_norm(from) * weight, rounded as lamella_rms_norm() does.
-  __device__ __forceinline__ void hold_normed(const T* from, int64_t stride, int num_k, const T* weight, float eps) {
+  using Gain = uint4[kHeld][kPieces];
+  __device__ __forceinline__ void read_gain(Gain& gain, const void* weight, int num_k) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if (k >= num_k) continue;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        gain[k][i] = load_others(static_cast<const T*>(weight) + k * Shape::kDepth + (warp * kPieces + i) * 32 + kq * 8);
+    }
+  }
+  // Meets the other blocks and holds rms_norm(from) * weight then, rounded as lamella_rms_norm() does.
+  __device__ __forceinline__ void meet_and_norm(const T* from, int64_t stride, int num_k, const void* weight, float eps) {
+    Gain gain;
+    read_gain(gain, weight, num_k);
+    meet();
     hold(from, stride, num_k);
     float sum[kTiles] = {};
 #pragma unroll
@@ -253,13 +322,13 @@ struct TailConsumer {
       if (k >= num_k) continue;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const Vec<T> gain = load_vec(weight + k * Shape::kDepth + (warp * kPieces + i) * 32 + kq * 8);
+        const Vec<T> factor = *reinterpret_cast<const Vec<T>*>(&gain[k][i]);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           Vec<T> x = *reinterpret_cast<const Vec<T>*>(&tokens[k][i][n]);
 #pragma unroll
           for (int j = 0; j < 8; ++j)
-            x.at[j] = from_float<T>(to_float(from_float<T>(to_float(x.at[j]) * inverse[n])) * to_float(gain.at[j]));
+            x.at[j] = from_float<T>(to_float(from_float<T>(to_float(x.at[j]) * inverse[n])) * to_float(factor.at[j]));
           tokens[k][i][n] = *reinterpret_cast<const uint4*>(&x);
         }
       }
@@ -317,19 +386,24 @@ struct TailConsumer {
     sync();  // the sums may be written over
   }
 
-  // The block's tiles of a product, kCount at a time. streamed: tokens that are read on the way, else those that are held.
-  // write(tile, sum of its row g, of its row g + 8, token).
-  template <int kCount, bool kStreams, class Write>
-  __device__ __forceinline__ void multiply(int num_tiles, int num_k, const T* streamed, int64_t stride, Write&& write) {
-    multiply_from<kCount, kStreams>(blockIdx.x, num_tiles, num_k, streamed, stride, write);
+  // The tiles whose stages come next; x < 0: the product has no more.
+  __device__ __forceinline__ int2 next_tiles() {
+    barrier_wait(at.full + at.stage, at.parity);
+    const int2 found = at.tiles[at.stage];
+    if (found.x < 0) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(at.empty + at.stage);
+      at.advance();
+    }
+    return found;
   }
-  // Tiles first, first + grid, ..
+
+  // The block's tiles of a product, up to kCount at a time. streamed: tokens that are read on the way, else those that
+  // are held. write(tile, sum of its row g, of its row g + 8, token).
   template <int kCount, bool kStreams, class Write>
-  __device__ __forceinline__ void multiply_from(int first, int num_tiles, int num_k, const T* streamed, int64_t stride,
-                                                Write&& write) {
-    const int grid = static_cast<int>(gridDim.x);
-    for (; first < num_tiles; first += kCount * grid) {
-      const int count = kCount == 1 || first + grid >= num_tiles ? 1 : kCount;
+  __device__ __forceinline__ void multiply(int num_k, const T* streamed, int64_t stride, Write&& write) {
+    for (int2 tiles = next_tiles(); tiles.x >= 0; tiles = next_tiles()) {
+      const int count = kCount == 1 || tiles.y < 0 ? 1 : kCount;
       float c[kCount][kTiles][4] = {};
       if constexpr (kStreams) hold(streamed, stride, num_k);
       for (int k0 = 0; k0 < num_k; k0 += kHeld) {
@@ -348,8 +422,9 @@ struct TailConsumer {
           }
         }
       }
-      add_up<kCount>(c, count,
-                     [&](int t, float low, float high, int token) { write(first + t * grid, low, high, token); });
+      add_up<kCount>(c, count, [&](int t, float low, float high, int token) {
+        write(t == 0 ? tiles.x : tiles.y, low, high, token);
+      });
     }
   }
 };

@@ -37,7 +37,7 @@ from lamella.runner_v2.ops.rotary import RopeTable
 from lamella.runner_v2.ops.spec import Picked, Site
 from lamella.runner_v2.weights.slots import RawPart
 
-MAX_TAIL_TOKENS = 16
+MAX_TAIL_TOKENS = 8
 """Most tokens whose layers' tails are one kernel."""
 _MAX_CLOSED = 8192
 """Widest residual stream that the experts' kernel adds to and norms."""
