@@ -84,13 +84,19 @@ def _layer(emit, workspace):
 
 
 def _blocks(emit, workspace):
-    m, n, k = 4096, 4096, 14336
-    sets = []
-    for _ in range(sets_for((m + n) * k)):
-        x, w = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
-        xs, ws = torch.ones(m, k // 128, device="cuda"), torch.ones(n // 128, k // 128, device="cuda")
-        sets.append(lambda x=x, w=w, xs=xs, ws=ws: kernels.linear_fp8(x, w, xs, ws, workspace))
-    flops = 2 * m * n * k
-    emit(
-        "fp8 128x128-block GEMM 4096x4096x14336", seconds(sets, 8), flops / 1e15, None, flops=flops, test="test_gemm.py"
-    )
+    n, k = 4096, 14336
+    for m in (256, 1024, 4096, 16384):
+        sets = []
+        for _ in range(sets_for((m + n) * k)):
+            x, w = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+            xs, ws = torch.ones(m, k // 128, device="cuda"), torch.ones(n // 128, k // 128, device="cuda")
+            sets.append(lambda x=x, w=w, xs=xs, ws=ws: kernels.linear_fp8(x, w, xs, ws, workspace))
+        flops = 2 * m * n * k
+        emit(
+            f"fp8 128x128-block GEMM {m}x{n}x{k}",
+            seconds(sets, 8),
+            flops / 1e15 if m >= 1024 else None,
+            None,
+            flops=flops,
+            test="test_gemm.py",
+        )

@@ -106,6 +106,108 @@ def test_fp8(workspace, m, blocks):
     check(out, expected, 5e-3, f"m={m} blocks={blocks}")
 
 
+def draw_fp8(m, n, k, blocks, spread=0.0):
+    """e4m3 x and w with scales within 10^-spread .. 10^spread, and their product in float64."""
+    x, w = draw(m, k).to(torch.float8_e4m3fn), draw(n, k).to(torch.float8_e4m3fn)
+    units = -(-k // 128)
+    shapes = ((m, units), (-(-n // 128), units)) if blocks else ((m,), (n,))
+    x_scale, w_scale = (10 ** torch.empty(shape, device="cuda").uniform_(-spread, spread) for shape in shapes)
+    weights = oracle.dequantised_blocks(w, w_scale) if blocks else oracle.dequantised(w, w_scale)
+    return x, w, x_scale, w_scale, oracle.dequantised(x, x_scale) @ weights.T
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("k", [16, 128, 2048, 2064, 7168])
+@pytest.mark.parametrize("n", [8, 136, 1536, 4096])
+def test_fp8_of_many_rows(workspace, n, k, blocks):
+    x, w, x_scale, w_scale, expected = draw_fp8(4096, n, k, blocks, spread=0.3)
+    for m in (129, 200, 255, 256, 1000, 4096):
+        room = poisoned(m + 64, n + 64, dtype=torch.bfloat16)
+        kernels.linear_fp8(x[:m], w, x_scale[:m], w_scale, workspace, out=room[:m, :n])
+        check(room[:m, :n], expected[:m], 5e-3, f"m={m} n={n} k={k} blocks={blocks}")
+        assert room[m:].isnan().all(), "rows behind the last one were written"
+        assert room[:, n:].isnan().all(), "columns behind the last one were written"
+    assert not workspace[:1024].any(), "flags are left as zeros"
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("m", [129, 256, 2000])
+def test_fp8_of_many_rows_with_bias_and_strided_rows(workspace, m, blocks):
+    n, k = 1544, 2064
+    x, w, x_scale, w_scale, expected = draw_fp8(m, n, k, blocks, spread=0.3)
+    wide = poisoned(m, 3 * k, dtype=torch.float8_e4m3fn)
+    wide[:, k : 2 * k] = x
+    bias = draw(n, scale=50.0)
+    out = kernels.linear_fp8(wide[:, k : 2 * k], w, x_scale, w_scale, workspace, bias=bias)
+    check(out, expected + bias.double(), 5e-3, f"m={m} blocks={blocks}")
+
+
+@pytest.mark.parametrize("m", [200, 2000])
+def test_fp8_scales_of_blocks_may_differ_wildly(workspace, m):
+    """Each row by itself, since a row of large scales would hide the others."""
+    x, w, x_scale, w_scale, expected = draw_fp8(m, 1536, 7168, True, spread=3.0)
+    out = kernels.linear_fp8(x, w, x_scale, w_scale, workspace).double()
+    errors = (out - expected).norm(dim=1) / expected.norm(dim=1)
+    assert out.isfinite().all()
+    assert errors.max() < 6e-3, f"row {errors.argmax()}: relative error {errors.max():.2e}"
+
+
+@pytest.mark.parametrize("m", [512, 2000])
+@pytest.mark.parametrize("unit", [0, 7, 8, 15, 16, 54, 55])
+def test_fp8_small_blocks_are_not_lost(workspace, m, unit):
+    """What the scale of one block of K does, where all the others are a million times larger but hold zeros."""
+    n, k = 1536, 55 * 128 + 48
+    x, w, x_scale, w_scale, _ = draw_fp8(m, n, k, True)
+    here = torch.arange(k, device="cuda") // 128 == unit
+    x = torch.where(here, x.float(), 0).to(torch.float8_e4m3fn)
+    x_scale = torch.where(torch.arange(x_scale.shape[1], device="cuda") == unit, 1e-3, 1e3).expand(m, -1).contiguous()
+    expected = oracle.dequantised(x, x_scale) @ oracle.dequantised_blocks(w, w_scale).T
+    check(kernels.linear_fp8(x, w, x_scale, w_scale, workspace), expected, 5e-3, f"m={m} unit={unit}")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("m", [256, 2000])
+def test_fp8_sums_are_promoted(workspace, m, blocks):
+    """Products of one sign: in 14 bits, the more there are the more of each is lost."""
+    x, w, x_scale, w_scale, _ = draw_fp8(m, 1536, 7168, blocks)
+    x, w = (torch.empty(t.shape, device="cuda").uniform_(0.5, 1.0).to(torch.float8_e4m3fn) for t in (x, w))
+    expected = x.double() @ w.double().T
+    check(kernels.linear_fp8(x, w, x_scale, w_scale, workspace), expected, 5e-3, f"m={m} blocks={blocks}")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(200, 1536), (1000, 4096), (4096, 4096)])
+def test_fp8_of_many_rows_has_the_same_bits_every_time_and_in_graphs(workspace, m, n, blocks):
+    x, w, x_scale, w_scale, _ = draw_fp8(m, n, 2064, blocks)
+    first = kernels.linear_fp8(x, w, x_scale, w_scale, workspace)
+    for _ in range(20):
+        assert torch.equal(kernels.linear_fp8(x, w, x_scale, w_scale, workspace), first)
+    out = torch.empty_like(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernels.linear_fp8(x, w, x_scale, w_scale, workspace, out=out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+def test_fp8_rows_and_scales_of_the_kernel_before(workspace):
+    """Weights are asked for before the kernel before has ended; rows, their scales and the output are not."""
+    m, n, k = 1024, 4096, 2048
+    x, w, x_scale, w_scale, expected = draw_fp8(m, n, k, True)
+    rows, scales = torch.zeros_like(x.view(torch.uint8)), torch.full_like(x_scale, torch.nan)
+    other = draw(8192, 8192)
+    for _ in range(5):
+        rows.zero_()
+        scales.fill_(torch.nan)
+        other @ other  # something to wait behind
+        rows.copy_(x.view(torch.uint8))
+        scales.copy_(x_scale)
+        out = kernels.linear_fp8(rows.view(torch.float8_e4m3fn), w, scales, w_scale, workspace)
+        check(out, expected, 5e-3, "behind other kernels")
+
+
 def test_same_bits_every_time_and_in_graphs(workspace):
     x, w = draw(17, 4096), draw(6144, 4096, scale=0.02)
     first = kernels.linear(x, w, workspace)

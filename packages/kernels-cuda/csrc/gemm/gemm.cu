@@ -2,6 +2,7 @@
 
 #include "gemm/gemm_portable.cuh"
 #include "gemm/gemm_sm90.h"
+#include "gemm/wide_f8_sm90.h"
 
 namespace lamella {
 namespace {
@@ -50,7 +51,9 @@ LAMELLA_API int lamella_gemm(const LamellaGemm* gemm, void* workspace, int64_t w
   if (gemm->m == 0 || gemm->n == 0) return kOk;
   if (gemm->k == 0 || gemm->n % 8 != 0 || gemm->k % 8 != 0) return kUnsupported;
   if (gemm->act != kActNone && gemm->n % 64 != 0) return kUnsupported;
-  if (lamella::device_facts().capability == 90 && gemm->portable == 0)
+  if (lamella::device_facts().capability == 90 && gemm->portable == 0) {
+    if (lamella::wide_f8_serves(*gemm)) return lamella::wide_f8_sm90(*gemm, stream);
     return lamella::gemm_sm90(*gemm, workspace, workspace_bytes, stream);
+  }
   return lamella::portable(*gemm, stream);
 }
