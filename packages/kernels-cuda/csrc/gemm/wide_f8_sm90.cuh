@@ -16,7 +16,7 @@
 
 #include "device/launch.cuh"
 #include "device/wgmma.cuh"
-#include "gemm/cluster_sm90.cuh"
+#include "device/cluster.cuh"
 #include "gemm/gemm.h"
 
 namespace lamella {

@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "device/cluster.cuh"
 #include "moe/gemm_sm90.h"
 #include "moe/tile_sm90.cuh"
 #include "moe/wgmma_widths.cuh"
@@ -38,34 +39,6 @@ struct WideShape {
 struct WideMaps {
   CUtensorMap w, h64, h16;  // rows of h in boxes of 64 and of 16
 };
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// All threads of both thread blocks.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// Where something of this thread block's shared memory lies in that of another of the cluster.
-__device__ __forceinline__ uint32_t peer_address(uint32_t mine, uint32_t rank) {
-  uint32_t theirs;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine), "r"(rank));
-  return theirs;
-}
-__device__ __forceinline__ void peer_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// One box, to the same place in both thread blocks; completes on the barrier of each.
-__device__ __forceinline__ void load_box_to_both(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
-                                                 uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(static_cast<uint16_t>(3)), "l"(policy)
-      : "memory");
-}
 
 // A tile as one thread block sees it.
 struct WideTile {
@@ -95,7 +68,7 @@ __device__ __forceinline__ void wide_multiply(float (&gate)[kN / 2], float (&up)
   const auto release = [&](int stage) {
     if (leader) {
       barrier_arrive(empty + stage);
-      peer_arrive(peer_empty + stage * 8);
+      pair::arrive(peer_empty + stage * 8);
     }
   };
   // zeros, not a first product that ignores them: registers that are read before they are written would live through
@@ -189,7 +162,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
   uint64_t* full = reinterpret_cast<uint64_t*>(slices + 2 * Shape::kSliceBytes);
   uint64_t* empty = full + kStages;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t rank = cluster_rank();
+  const uint32_t rank = pair::rank();
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -198,7 +171,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
     }
     barrier_init_done();
   }
-  cluster_sync();
+  pair::sync();
   // The list of blocks is complete when the second product starts, see moe_sm90_kernel().
   if (kFirst) {
     wait_predecessor();
@@ -226,7 +199,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
           for (int i = 0; i < 2; ++i) {
             const int set = 2 * static_cast<int>(rank) + i;
             const int from = kFirst ? row + set / 2 * 64 + set % 2 * (rows_of_expert / 2) : row + set * 64;
-            load_box_to_both(to + set * 8192, &maps.w, full + stage, unit * kWidth, from, policy);
+            pair::load_box(to + set * 8192, &maps.w, full + stage, unit * kWidth, from, policy);
           }
         };
         const auto rows = [&](int stage, const WideTile& t, int unit) {
@@ -324,7 +297,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
     take_registers<216>();
     if (!kFirst) wait_predecessor();
     const int group = warp / 4;
-    const uint32_t peer_empty = peer_address(shared_address(empty), rank ^ 1);
+    const uint32_t peer_empty = pair::address_in(rank ^ 1, empty);
     char* slice = slices + group * Shape::kSliceBytes;
     MoeRing<kStages> ring(0);
     int next_size = first_tile < num_tiles ? WideTile::size_of(first_tile, g) : 0;
@@ -354,7 +327,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
     }
   }
   // the other one may still deliver to this one, or arrive at its barriers
-  cluster_sync();
+  pair::sync();
 #endif
 }
 
