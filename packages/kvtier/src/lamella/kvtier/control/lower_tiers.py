@@ -51,8 +51,8 @@ class LowerTiers:
         self._holdings = holdings
         self._suspect = suspect
         self._restores = Restores(self._shared, unpin, self._poison)
-        self._demotion = Demotion(self._shared, unpin)
         self._stores = Stores(self._shared)
+        self._demotion = Demotion(self._shared, self._stores, unpin)
         self._prefetch = Prefetch(self._shared, self._demotion, self._stores, self._restores)
         self.near = tuple(JointMatch(group, [host]) for group, host in zip(groups, self._shared.host))
         """Finds what device and host hold together."""
@@ -63,6 +63,11 @@ class LowerTiers:
     def loads(self) -> bool:
         """Whether there is a tier that a sequence may have to wait for."""
         return bool(self._shared.plan.slow_tiers)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that the host has evicted so far."""
+        return sum([host.num_evicted for host in self.host])
 
     @property
     def busy(self) -> bool:
@@ -95,20 +100,18 @@ class LowerTiers:
         Call before restore(): a sequence reads its own.
         """
         shared, keys = self._shared, chain.keys
-        done = hit
         for host in shared.host:
             if host.chained:
                 there = first_missing(keys, hit, host.slot_of)
                 if there:
                     host.use(host.slot_of[keys[there - 1]])
                     self._stores.want_chain(keys, host.match(keys, there))
-                done = min(done, there)
             else:
                 for n in range(max(0, hit - 1), hit):
                     if keys[n] in host.listed:
                         host.use(host.listed[keys[n]])
         self._count(self._prefetch.end(sequence), hit, device, num_tokens)
-        return Descent(sequence, tenant, hit, done)
+        return Descent(sequence, tenant, hit, self._demotion.kept_len(keys, hit))
 
     def restore(self, chain: KeyChain, wanted: Sequence[Wanted]) -> None:
         """Copy host hits into blocks that the manager has listed."""
@@ -287,7 +290,7 @@ class LowerTiers:
         host = shared.stats["host"]
         host.lookups += 1
         host.queried_tokens += num_tokens
-        edges = [("host", hit if load is None or not load.reach else min(hit, load.near))]
+        edges = [("host", hit if load is None or not load.reach else min(hit, load.found))]
         if load is not None:
             for name, reach in load.reach.items():
                 stats = shared.stats[name]

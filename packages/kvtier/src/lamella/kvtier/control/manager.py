@@ -392,6 +392,12 @@ class TierManager:
         return self._below is not None and self._below.loads
 
     @property
+    def num_lost(self) -> int:
+        """Blocks that device and host have evicted so far: while this stands still, what they held of a prefix is
+        there."""
+        return self.counters.evicted_blocks + (0 if self._below is None else self._below.num_evicted)
+
+    @property
     def busy(self) -> bool:
         """A copy between tiers has not ended, or waits for its turn."""
         return self._below is not None and self._below.busy

@@ -45,15 +45,28 @@ class LoadState(Enum):
 class Load:
     """What one sequence waits for."""
 
-    __slots__ = ("asking", "held", "keys", "limit", "near", "num_tokens", "reach", "sequence", "tenant", "waiting")
+    __slots__ = (
+        "asking",
+        "cut",
+        "found",
+        "held",
+        "keys",
+        "limit",
+        "near",
+        "num_tokens",
+        "reach",
+        "sequence",
+        "tenant",
+        "waiting",
+    )
 
     def __init__(
         self, sequence: int, keys: Sequence[Key], near: int, limit: int, num_tokens: int, tenant: str | None
     ) -> None:
         self.sequence = sequence
         self.keys = keys
-        self.near = near
-        """Blocks that device and host held at the beginning."""
+        self.near = self.found = near
+        """Blocks that device and host hold; found: at the beginning."""
         self.limit = limit
         self.num_tokens = num_tokens
         self.tenant = tenant
@@ -64,6 +77,8 @@ class Load:
         slot's pin keeps the others."""
         self.reach: dict[str, int] = {}
         """By tier: up to which block it was asked to bring the prefix."""
+        self.cut = False
+        """There was no slot for some of it: pins that end soon had them all."""
 
 
 _Need = tuple[int, str]
@@ -197,7 +212,7 @@ class Prefetch:
             return
         for load in self._waiters.pop(ticket):
             load.waiting.remove(ticket)
-            if not load.waiting and not load.asking:
+            if not load.waiting and not load.asking and not (load.cut and self._go_on(load)):
                 self._loaded.append(load.sequence)
 
     def copies_by_tier(self) -> dict[str, int]:
@@ -282,7 +297,7 @@ class Prefetch:
     def _bring(self, load: Load) -> LoadState:
         """Start copies for what the books list."""
         shared = self._shared
-        load.near = longest_match(
+        load.near = load.found = longest_match(
             [JointMatch(g, [h]) for g, h in zip(shared.groups, shared.host)], load.keys, load.limit
         )
         end = self._choose(load)
@@ -303,10 +318,25 @@ class Prefetch:
         reached = end
         for idx, needed in enumerate(needs):
             reached = min(reached, self._start(idx, load, [need for need in needed if need[0] < end], end))
+        load.cut = reached < end
         load.reach = {name: min(place, reached) for name, place in load.reach.items()}
         if load.waiting:
             return LoadState.STARTED
         return self._no_room() if reached <= load.near else LoadState.NONE
+
+    def _go_on(self, load: Load) -> bool:
+        """Bring the rest of what was cut short. Whether there is something to wait for."""
+        found, reach = load.found, load.reach
+        self._let_go(load)
+        started = self._bring(load) is LoadState.STARTED
+        load.found = found
+        for name, place in reach.items():
+            load.reach[name] = max(place, load.reach.get(name, 0))
+        if not started:
+            load.cut = False
+            self._let_go(load)
+            self._hold_near(load, wait=False)
+        return started
 
     def _no_room(self) -> LoadState:
         self._shared.stats["host"].refuse("loading")
