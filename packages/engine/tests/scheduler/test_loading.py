@@ -26,7 +26,9 @@ class Answers:
         self.waits: dict[int, float] = {}
         self.num_lost = 0
 
-    def begin_load(self, sequence: int, ids: Seq[int], chain: object, max_hit_len: int | None = None) -> LoadState:
+    def begin_load(
+        self, sequence: int, ids: Seq[int], chain: object, max_hit_len: int | None, *, tenant: str | None
+    ) -> LoadState:
         self.asked.append(sequence)
         return self.answers.pop(0)
 

@@ -140,7 +140,7 @@ def build_tiers(
     plan = TierPlan(
         host_slots=tuple(slots),
         eviction=config.policy,
-        admission=AdmissionPlan(mode=config.admission),  # type: ignore[arg-type]
+        admission=AdmissionPlan(mode=config.admission, max_tenant_share=config.tenant_share),  # type: ignore[arg-type]
         has_disk=store is not None,
         externals=tuple(external.name for external in config.externals),
         cost=CostModel(prefill_s_per_token=base_s, prefill_s_per_position=base_s * cost.slope),
@@ -158,6 +158,8 @@ def _shown(config: TiersConfig, slots: Sequence[int], report: RankReport, store:
     rows: list[list[Any]] = [["tier", "size", "holds", "how"]]
     tokens = min(count * group.block_size for count, group in zip(slots, report.groups))
     how_host = f"{config.policy}, admits {config.admission}"
+    if config.tenant_share < 1.0:
+        how_host += f", at most {config.tenant_share:.0%} for a cache salt"
     rows.append(["host", format_size(config.ram_bytes), f"{tokens} tokens", how_host])
     if config.disk is not None and store is not None:
         how = [store.engine_name]

@@ -100,12 +100,13 @@ class Loading:
     def _ask(self, sequence: Sequence) -> LoadState:
         """What begin_load() says; STARTED: the sequence is LOADING."""
         manager = self._manager
-        if sequence.chain is None or not manager.loads:
+        request = sequence.siblings.request
+        if sequence.chain is None or not manager.loads or not request.use_kv_tiers:
             sequence.tiers_settled = True
             return LoadState.NONE
         entries = sequence.siblings.prompt_entries
         max_hit_len = None if entries is None or len(entries) >= sequence.prompt_len else len(entries) - 1
-        state = manager.begin_load(sequence.id, sequence.packed, sequence.chain, max_hit_len)
+        state = manager.begin_load(sequence.id, sequence.packed, sequence.chain, max_hit_len, tenant=request.cache_salt)
         if state is LoadState.NONE:
             sequence.asked_at = manager.num_lost
         elif state is LoadState.STARTED:

@@ -207,7 +207,7 @@ class Scheduler:
         books, manager = self.books, self._manager
         if self._refused == (sequence.id, manager.num_released):
             return None
-        entries = sequence.siblings.prompt_entries
+        request, entries = sequence.siblings.request, sequence.siblings.prompt_entries
         scored = entries is None or len(entries) >= sequence.prompt_len
         acquired = manager.acquire(
             sequence.id,
@@ -217,6 +217,8 @@ class Scheduler:
             max_hit_len=None if scored or entries is None else len(entries) - 1,
             spare_len=self._config.lookahead,
             headroom=min(books.num_running, manager.capacity // 16),
+            tiers=request.use_kv_tiers,
+            tenant=request.cache_salt,
         )
         if acquired is None:
             self._refused = None if manager.slides else (sequence.id, manager.num_released)
