@@ -17,7 +17,7 @@ from lamella.kvtier.data.disk import checkpoint, compression
 from lamella.kvtier.data.disk.checksum import native
 from lamella.kvtier.data.disk.header import PAGE
 from lamella.kvtier.data.disk.index import Record, name_of
-from lamella.kvtier.data.disk.measure import measure_folder
+from lamella.kvtier.data.disk.measure import measure_folder, probe_reads
 from lamella.kvtier.data.disk.segment import SegmentName
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.disk.verify import verify_folder
@@ -212,6 +212,16 @@ def test_damage_is_found_offline(tmp_path: Path) -> None:
     assert not report.ok
     with pytest.raises(KvTierError, match="cannot be read"):
         verify_folder(tmp_path / "none")
+
+
+@pytest.mark.parametrize("num_bytes", [5000, 1 << 20])
+def test_a_probe_tells_speed_and_latency_and_leaves_nothing_behind(num_bytes: int, tmp_path: Path) -> None:
+    probe = probe_reads(tmp_path, num_bytes, seconds=0.02, max_bytes=4 << 20)
+    assert probe is not None
+    assert probe.bytes_per_s > 1e6
+    assert 0 <= probe.latency_s < 1
+    assert list(tmp_path.iterdir()) == []
+    assert probe_reads(tmp_path / "none", num_bytes) is None
 
 
 def test_measuring_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from lamella.kvtier.data.disk.header import PAGE, record_bytes
 from lamella.kvtier.data.disk.plan import SEGMENT_BYTES
@@ -26,6 +27,7 @@ from lamella.kvtier.errors import KvTierError
 from lamella.kvtier.jobs import TicketResult
 from lamella.kvtier.protocols import Disk, DiskOp
 
+_PROBE_BYTES = 32 << 20
 _ROUNDS = 5
 _MIN_BLOCKS = 64
 _FINGERPRINT = b"lamella measures"
@@ -117,6 +119,41 @@ def measure_folder(
     )
 
 
+class Probe(NamedTuple):
+    """What reading costs, roughly."""
+
+    bytes_per_s: float
+    """With many blocks under way."""
+    latency_s: float
+    """Of one block alone, beyond what its bytes take at that speed."""
+
+
+def probe_reads(
+    folder: str | os.PathLike[str],
+    block_bytes: int,
+    depth: int = 32,
+    seconds: float = 0.1,
+    engine: str = "auto",
+    max_bytes: int = _PROBE_BYTES,
+) -> Probe | None:
+    """What the cost model needs to know of a folder before anything was read from it, within about three times
+    `seconds`: some blocks are written to a file of their own and read again, past the page cache. None if the folder
+    cannot be written to."""
+    num_blocks = max(1, max_bytes // record_bytes(block_bytes))
+    try:
+        with tempfile.TemporaryDirectory(prefix="measure-", dir=folder) as place:
+            loop = _RawLoop(place, block_bytes, min(depth, num_blocks), num_blocks, engine, num_blocks)
+            try:
+                loop.write(seconds, num_blocks)
+                speed = loop.read(seconds)
+                alone = loop.read(seconds / 4, max_open=1)
+            finally:
+                loop.close()
+    except (KvTierError, OSError):
+        return None
+    return Probe(speed.bytes_per_s, max(0.0, alone.p50_s - block_bytes / speed.bytes_per_s))
+
+
 def _middle(speeds: list[Speed]) -> Speed:
     return Speed(*(median(values) for values in zip(*((s.bytes_per_s, s.p50_s, s.p99_s) for s in speeds))))
 
@@ -198,17 +235,20 @@ class _RawLoop:
 
     name = "raw loop"
 
-    def __init__(self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str) -> None:
+    def __init__(
+        self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str, per_file: int = 0
+    ) -> None:
+        """per_file: blocks of one file; 0: as many as a segment has."""
         self._padded = -(-block_bytes // PAGE) * PAGE
         self._disk: Disk = open_disk(folder, engine, depth)
-        self._per_file = max(1, SEGMENT_BYTES // self._padded)
+        self._per_file = per_file or max(1, SEGMENT_BYTES // self._padded)
         self._max_files = max(2, num_blocks // self._per_file)
         self._files: deque[str] = deque()
         self._num_files = 0
         self._next = self._per_file
         self._memory = _blocks(self._padded, depth)
 
-    def write(self, seconds: float) -> Speed:
+    def write(self, seconds: float, max_count: int | None = None) -> Speed:
         def place() -> tuple[str, int]:
             if self._next == self._per_file:
                 if len(self._files) == self._max_files:
@@ -220,19 +260,26 @@ class _RawLoop:
             self._next += 1
             return self._files[-1], (self._next - 1) * self._padded
 
-        return self._drive(True, place, seconds)
+        return self._drive(True, place, seconds, max_count=max_count)
 
-    def read(self, seconds: float) -> Speed:
+    def read(self, seconds: float, max_open: int | None = None) -> Speed:
         rng = random.Random(0)
         places = [(file, n * self._padded) for file in self._files for n in range(self._per_file)]
         del places[len(places) - (self._per_file - self._next) :]
-        return self._drive(False, lambda: rng.choice(places), seconds)
+        return self._drive(False, lambda: rng.choice(places), seconds, max_open)
 
     def close(self) -> None:
         self._disk.close()
 
-    def _drive(self, write: bool, place: Callable[[], tuple[str, int]], seconds: float) -> Speed:
-        free = deque(self._memory)
+    def _drive(
+        self,
+        write: bool,
+        place: Callable[[], tuple[str, int]],
+        seconds: float,
+        max_open: int | None = None,
+        max_count: int | None = None,
+    ) -> Speed:
+        free = deque(self._memory[:max_open])
         started: dict[int, tuple[float, memoryview]] = {}
         latencies: list[float] = []
         op_id = 0
@@ -240,7 +287,7 @@ class _RawLoop:
         while True:
             over = time.perf_counter() - begun_s > seconds
             ops = []
-            while free and not over:
+            while free and not over and op_id != max_count:
                 memory = free.popleft()
                 started[op_id] = (time.perf_counter(), memory)
                 ops.append(DiskOp(op_id, write, *place(), (memory,)))
