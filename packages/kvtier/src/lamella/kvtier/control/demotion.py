@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lamella.kvtier.control.admission import make_admission
+from lamella.kvtier.control.host_tier import HostSlots
 from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Descent, Shared
@@ -40,6 +41,9 @@ class Demotion:
         self._max_tenant_bytes = shared.plan.admission.max_tenant_share * total
         for host in shared.host:
             host.on_freed = self._give_back
+        alone = len(shared.host) == 1 and shared.host[0].chained and not self._judges
+        self._only_chain = shared.host[0] if alone else None
+        """Set where a sequence's blocks go down as they come: there is one group, and admission refuses nothing."""
         # the group whose slots say whether there is room: the one that has the fewest bytes' worth of prefix
         self._scarce = min(shared.host, key=lambda host: host.num_slots)
 
@@ -56,6 +60,8 @@ class Demotion:
         if descent.pending:
             return
         n = self.kept_len(keys, descent.done)
+        if self._only_chain is not None and descent.tenant is None and not self._only_chain.passing:
+            n = self._start_chain(self._only_chain, keys, n, tables[0][:sealed])
         while n < sealed and self._go_down(descent, keys, n, tables):
             n += 1
         descent.done = n
@@ -174,6 +180,26 @@ class Demotion:
                     self.waiting[descent.sequence] = None
                 return False
         return True
+
+    def _start_chain(self, host: HostSlots, keys: Sequence[Key], first: int, table: Sequence[int]) -> int:
+        """_go_down() of many blocks of the only group, as far as there is room. Where it ended."""
+        shared = self._shared
+        if first < len(table) and keys[first] in host.slot_of:  # another sequence was here
+            first = first_missing(keys, len(table), host.slot_of)
+        if first == len(table) or (first and keys[first - 1] not in host.slot_of):
+            return first
+        end = min(len(table), first + self._max_copies - len(self.copies))
+        slots = host.reserve_chain(keys, first, end)
+        blocks = table[first : first + len(slots)]
+        shared.groups[0].pool.pin_all(blocks)
+        sources, targets = shared.device_places[0], shared.host_places[0]
+        tickets = shared.copy_chain(
+            keys, first, [sources[b] for b in blocks], [targets[s] for s in slots], host.slot_bytes
+        )
+        for ticket, slot, block in zip(tickets, slots, blocks):
+            host.ticket_of[slot] = ticket
+            self.copies[ticket] = (0, slot, block)
+        return first + len(slots)
 
     def _give_back(self, tenant: str | None, num_bytes: int) -> None:
         if tenant is not None:

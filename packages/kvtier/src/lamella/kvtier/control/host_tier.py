@@ -84,9 +84,6 @@ class HostSlots:
         """Slots that reserve() can hand out now; more when leaves have gone."""
         return len(self._empty) + len(self._policy)
 
-    def has_children(self, slot: int) -> bool:
-        return bool(self._children[slot])
-
     def children(self, slot: int) -> Iterable[int]:
         return self._children[slot]
 
@@ -110,10 +107,40 @@ class HostSlots:
         if above:
             self.parent_of[slot] = above
             siblings = self._children[above]
-            if not siblings:
+            if not siblings and not self.pins[above]:
                 self._policy.withhold(above)
             siblings.add(slot)
         return slot
+
+    def reserve_chain(self, keys: Sequence[Key], first: int, end: int) -> list[int]:
+        """reserve() for keys[first:end], each hanging on the one before it, for no tenant; as many as there is room
+        for. Chained groups only."""
+        state, pins, key_of, parent_key_of = self.state, self.pins, self.key_of, self.parent_key_of
+        slot_of, parent_of, children, empty = self.slot_of, self.parent_of, self._children, self._empty
+        parent = keys[first - 1] if first else None
+        above = slot_of[parent] if parent is not None else 0
+        slots: list[int] = []
+        for n in range(first, end):
+            slot = empty.pop() if empty else self._make_room(above)
+            if not slot:
+                break
+            key = keys[n]
+            assert pins[slot] == 0, f"slot {slot} was handed out while pinned"
+            assert key not in slot_of
+            state[slot] = FILLING
+            pins[slot] = 1
+            key_of[slot] = key
+            parent_key_of[slot] = parent
+            slot_of[key] = slot
+            if above:
+                parent_of[slot] = above
+                siblings = children[above]
+                if not siblings and not pins[above]:
+                    self._policy.withhold(above)
+                siblings.add(slot)
+            slots.append(slot)
+            parent, above = key, slot
+        return slots
 
     def reserve_passing(self, key: Key, parent: Key, tenant: str | None = None) -> int:
         """A slot for content that is only passed on to a slower tier, PASSING, with one pin; 0: all are needed. May
@@ -126,14 +153,15 @@ class HostSlots:
         return slot
 
     def ready(self, slot: int) -> bool:
-        """The copy that fills the slot has ended well; its pin goes, but that of a PASSING slot is the caller's from
-        now on. False: the content was dropped meanwhile."""
-        if self.state[slot] == DOOMED:
+        """The copy that fills the slot has ended well; its pin is the caller's from now on. False: the content was
+        dropped meanwhile, and so is the pin."""
+        state = self.state[slot]
+        if state != FILLING:
+            if state == PASSING:
+                return True
+            assert state == DOOMED, f"slot {slot} is filled twice"
             self.unpin(slot)
             return False
-        if self.state[slot] == PASSING:
-            return True
-        assert self.state[slot] == FILLING, f"slot {slot} is filled twice"
         key = self.key_of[slot]
         assert key is not None
         self.state[slot] = READY
@@ -141,11 +169,10 @@ class HostSlots:
         above = self.parent_of[slot]
         if not above or self.key_of[above] in self.listed:
             self.listed[key] = slot
-            if self._children[slot]:
-                self._list_children(slot)
-        pins = self.pins[slot] = self.pins[slot] - 1
-        if not pins and not self._children[slot]:
-            self._policy.offer(slot)
+            for child in self._children[slot]:
+                if self.state[child] == READY:  # it has overtaken this one
+                    self._list_children(slot)
+                    break
         return True
 
     def failed(self, slot: int) -> None:

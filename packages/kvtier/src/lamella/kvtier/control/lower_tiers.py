@@ -9,7 +9,7 @@ has failed: its target is dropped with all that hangs on it, and computed again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lamella.kvtier.control.demotion import Demotion
@@ -80,7 +80,7 @@ class LowerTiers:
     def worth(self, device: int, hit: int, num_tokens: int) -> int:
         """How many of `hit` blocks to take, `device` of which are there already: more, or those."""
         shared = self._shared
-        shared.tell_cost()
+        shared.tell_loads()
         speed = shared.plan.cost.bytes_per_s.get("host")
         if not speed or not shared.plan.cost.prefill_s_per_token:
             return hit
@@ -158,31 +158,32 @@ class LowerTiers:
         jobs, self._shared.jobs = self._shared.jobs, []
         return jobs
 
-    def complete(self, event: TierEvent) -> None:
+    def complete(self, events: Iterable[TierEvent]) -> None:
         """Asserts that a ticket ends once."""
-        if isinstance(event, TicketResult):
+        demotion, stores, prefetch, waiters = self._demotion, self._stores, self._prefetch, self._prefetch.waiters
+        for event in events:
+            if not isinstance(event, TicketResult):
+                self._take_news(event)
+                continue
             ticket = event.ticket
-            if ticket in self._demotion.copies:
-                idx, slot = self._demotion.complete(event)
+            if ticket in stores.copies:
+                stores.complete(event)
+            elif ticket in prefetch.copies:
+                prefetch.complete(event)
+            elif ticket in demotion.copies:
+                idx, slot = demotion.complete(event)
                 if slot:
-                    self._stores.want(idx, slot)
-                if self._demotion.waiting:
+                    stores.want(idx, slot)
+                if demotion.waiting:
                     self._resume()
-            elif ticket in self._restores.copies:
+            else:
+                assert ticket in self._restores.copies, f"ticket {ticket} ended twice, or was never given out"
                 for descent in self._restores.complete(event):
                     holding = self._holdings.get(descent.sequence)
                     if holding is not None and holding.below is descent:
                         self.demote(holding)
-            elif ticket in self._stores.copies:
-                self._stores.complete(event)
-            else:
-                assert ticket in self._prefetch.copies, f"ticket {ticket} ended twice, or was never given out"
-                self._prefetch.complete(event)
-            self._prefetch.ended(ticket)
-        elif isinstance(event, LookupResult):
-            assert self._prefetch.answer(event), f"question {event.ticket} was answered twice, or never asked"
-        else:
-            self._take_news(event)
+            if ticket in waiters:
+                prefetch.ended(ticket)
 
     def take_poisoned(self) -> list[int]:
         """Sequences that read a copy that has failed, as far as they still hold blocks."""
@@ -215,7 +216,7 @@ class LowerTiers:
     def stats(self) -> dict[str, TierStats]:
         """Figures of each tier as they are now; the objects are ours."""
         shared = self._shared
-        shared.tell_cost()
+        shared.tell_loads()
         host = shared.stats["host"]
         host.num_blocks = sum(map(len, shared.host))
         host.capacity = sum(slots.num_slots for slots in shared.host)
@@ -274,7 +275,10 @@ class LowerTiers:
             if holding is not None and holding.below is not None:
                 self.demote(holding)
 
-    def _take_news(self, news: Presence) -> None:
+    def _take_news(self, news: LookupResult | Presence) -> None:
+        if isinstance(news, LookupResult):
+            assert self._prefetch.answer(news), f"question {news.ticket} was answered twice, or never asked"
+            return
         name = "disk" if news.tier == "disk" else news.name
         books = self.books.get(name)
         if books is None:

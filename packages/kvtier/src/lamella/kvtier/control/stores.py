@@ -31,7 +31,11 @@ class Stores:
         self._num_kept = [0] * len(shared.host)
         """Pins of what waits and of copies, by group."""
         self._max_kept = [max(1, int(shared.plan.max_storing_share * host.num_slots)) for host in shared.host]
-        self._storing: dict[str, set[tuple[int, Key]]] = {name: set() for name in names}
+        self._lanes = [(name, self._wanted[name], [book.listed for book in shared.books[name]]) for name in names]
+        """(name, what waits, what is there by group)."""
+        self._storing: dict[str, tuple[set[Key], ...]] = {name: tuple(set() for _ in shared.host) for name in names}
+        """By group."""
+        self._num_storing = dict.fromkeys(names, 0)
         self.copies: dict[TicketId, tuple[str, int, int, Key, Key | None, int]] = {}
         """(tier, group, host slot, key, parent, epoch)."""
         self._epoch = 0
@@ -45,27 +49,31 @@ class Stores:
         return sum(map(len, self._wanted.values()))
 
     def queue_depth(self, name: str) -> int:
-        return len(self._storing[name])
+        return self._num_storing[name]
 
     def want(self, idx: int, slot: int) -> None:
-        """A host slot's content should be below, too. Nothing happens if it has none any more. Ends with the pin of a
-        PASSING slot."""
-        host = self._shared.host[idx]
+        """A host slot's content should be below, too. Takes over the pin of the copy that has filled it."""
+        shared = self._shared
+        host = shared.host[idx]
         key = host.key_of[slot]
-        if key is None:
-            return
+        assert key is not None
         passing = host.state[slot] == PASSING
-        for name, wanted in self._wanted.items():
-            if key in self._shared.books[name][idx].listed:
+        num_pins = 1
+        for name, wanted, listed in self._lanes:
+            if key in listed[idx]:
                 continue
-            if len(wanted) >= self._shared.plan.max_waiting:
-                self._shared.stats[name].refuse("queue")
-            elif passing or self.has_room(idx):
-                self._keep(idx, slot)
+            if len(wanted) >= shared.plan.max_waiting:
+                shared.stats[name].refuse("queue")
+            elif passing or self._num_kept[idx] < self._max_kept[idx]:
+                self._num_kept[idx] += 1
+                if num_pins:
+                    num_pins = 0
+                else:
+                    host.pin(slot)
                 wanted.append((idx, key, slot))
             else:
                 wanted.append((idx, key, 0))
-        if passing:
+        if num_pins:
             host.unpin(slot)
 
     def has_room(self, idx: int) -> bool:
@@ -74,8 +82,8 @@ class Stores:
 
     def kept_len(self, idx: int, keys: Sequence[Key], num_blocks: int) -> int:
         """How many of keys[:num_blocks] one slower tier has, or gets: the host need not have them."""
-        last = (idx, keys[num_blocks - 1])
-        if any(last in storing for storing in self._storing.values()):
+        last = keys[num_blocks - 1]
+        if any(last in storing[idx] for storing in self._storing.values()):
             return num_blocks
         return max((books[idx].match(keys, num_blocks) for books in self._shared.books.values()), default=0)
 
@@ -86,15 +94,23 @@ class Stores:
                 host = self._shared.host[idx]
                 if host.chained:
                     n = first_missing(keys, num_blocks, book)
-                    if n < num_blocks and keys[n] in host and (idx, keys[n]) not in self._storing[name]:
+                    if n < num_blocks and keys[n] in host and keys[n] not in self._storing[name][idx]:
                         self._want_next(name, idx, keys[n])
 
     def pump(self) -> None:
         """Start what waits, as far as the queues have room."""
-        for name, wanted in self._wanted.items():
+        hosts = self._shared.host
+        for name, wanted, all_listed in self._lanes:
             later: list[tuple[int, Key, int]] = []
-            while wanted and self._room(name) > 0 and len(later) < MAX_LATER:
-                entry = wanted.popleft()
+            all_storing = self._storing[name]
+            while wanted and self._num_storing[name] < self._shared.plan.max_storing and len(later) < MAX_LATER:
+                entry = idx, key, slot = wanted.popleft()
+                host, listed, storing = hosts[idx], all_listed[idx], all_storing[idx]
+                if slot and host.listed.get(key) == slot and key not in listed and key not in storing:
+                    parent = host.parent_key_of[slot]
+                    if parent is None or parent in storing or parent in listed or not host.chained:
+                        self._copy(name, idx, slot)  # as it nearly always is
+                        continue
                 if self._must_wait(name, *entry):
                     later.append(entry)
                 else:
@@ -107,11 +123,15 @@ class Stores:
         shared = self._shared
         host = shared.host[idx]
         if epoch == self._epoch:
-            self._storing[name].remove((idx, key))
+            storing = self._storing[name][idx]
+            storing.remove(key)
+            self._num_storing[name] -= 1
             if result.ok:
                 shared.books[name][idx].add(key, parent)
-                if host.slot_of.get(key) == slot and host.has_children(slot):
-                    self._want_children(name, idx, slot)
+                for child in host.children(slot):
+                    if host.key_of[child] not in storing:
+                        self._want_children(name, idx, slot)
+                        break
             else:
                 shared.count_failure(name, result)
         if result.ok:
@@ -126,7 +146,9 @@ class Stores:
                 if slot:
                     self._let_go(idx, slot)
             wanted.clear()
-            self._storing[name].clear()
+            for storing in self._storing[name]:
+                storing.clear()
+            self._num_storing[name] = 0
 
     def add_pins(self, host: Sequence[list[int]]) -> None:
         """Count its pins, for checks."""
@@ -139,21 +161,21 @@ class Stores:
     # ---- private ---------------------------------------------------------------------------------------------------
 
     def _room(self, name: str) -> int:
-        return self._shared.plan.max_storing - len(self._storing[name])
+        return self._shared.plan.max_storing - self._num_storing[name]
 
     def _must_wait(self, name: str, idx: int, key: Key, kept: int) -> bool:
         """Whether what the block hangs on is still on its way to the host: copies end in any order."""
         host = self._shared.host[idx]
         if kept and host.state[kept] == PASSING:
             parent = host.parent_key_of[kept]
-            return parent in host.passing and (idx, parent) not in self._storing[name]
+            return parent in host.passing and parent not in self._storing[name][idx]
         return key in host.slot_of and key not in host.listed
 
     def _start(self, name: str, idx: int, key: Key, kept: int) -> None:
         """Copy it, unless that cannot be now, or need not; before it what it hangs on. kept: the slot that is pinned
         for it."""
         shared = self._shared
-        host, book, storing = shared.host[idx], shared.books[name][idx], self._storing[name]
+        host, listed, storing = shared.host[idx], shared.books[name][idx].listed, self._storing[name][idx]
         slot = kept if kept and host.state[kept] == PASSING else host.listed.get(key, 0)
         if not slot:
             shared.stats[name].refuse("evicted")
@@ -164,20 +186,24 @@ class Stores:
                 self._let_go(idx, kept)
         if not slot:
             return
-        if key in book.listed or (idx, key) in storing:
+        if key in listed or key in storing:
             self._let_go(idx, slot)
             return
+        parent = host.parent_key_of[slot]
+        if parent is None or parent in listed or parent in storing or not host.chained:
+            self._copy(name, idx, slot)
+            return
         chain = [slot]
-        while host.chained and (parent := host.parent_key_of[chain[-1]]) is not None:
-            if parent in book.listed or (idx, parent) in storing:
-                break
+        while parent is not None and parent not in listed and parent not in storing:
             above = host.parent_of[chain[-1]]
             if not above:  # it was to pass behind what is not there any more
                 shared.stats[name].refuse("prefix")
-                self._let_go(idx, slot)
+                for place in chain:
+                    self._let_go(idx, place)
                 return
             self._keep(idx, above)
             chain.append(above)
+            parent = host.parent_key_of[above]
         room = self._room(name)
         for place in reversed(chain):
             if room > 0:
@@ -194,7 +220,8 @@ class Stores:
         host = shared.host[idx]
         key, parent = host.key_of[slot], host.parent_key_of[slot]
         assert key is not None
-        self._storing[name].add((idx, key))
+        self._storing[name][idx].add(key)
+        self._num_storing[name] += 1
         source, target = shared.host_places[idx][slot], shared.place(name, idx)
         ticket = shared.copy(key, source, target, host.slot_bytes, -1, parent)
         self.copies[ticket] = (name, idx, slot, key, parent, self._epoch)
@@ -208,10 +235,10 @@ class Stores:
         self._shared.host[idx].unpin(slot)
 
     def _want_children(self, name: str, idx: int, slot: int) -> None:
-        host, book, storing = self._shared.host[idx], self._shared.books[name][idx], self._storing[name]
+        host, listed, storing = self._shared.host[idx], self._shared.books[name][idx].listed, self._storing[name][idx]
         for child in host.children(slot):
             key = host.key_of[child]
-            if key in host.listed and (idx, key) not in storing and key not in book:
+            if key not in storing and key not in listed and key in host.listed:
                 assert key is not None
                 self._want_next(name, idx, key)
 
