@@ -179,6 +179,47 @@ def test_a_folder_that_goes_away_ends_nothing(folder: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_request_may_keep_out_of_tiers_and_caches(folder: str) -> None:
+    """Its own blocks go nowhere, and nobody else's serve it."""
+    ids = list(range(20, 84))
+    with LLM(
+        folder, threads=1, max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64, kv_tier="ram=8MiB"
+    ) as llm:
+
+        def computed(**fields: Any) -> int:
+            before = llm.stats().computed_prompt_tokens
+            llm.generate({"prompt_token_ids": ids, **fields}, PARAMS)
+            settle(llm)
+            return llm.stats().computed_prompt_tokens - before
+
+        def held() -> int:
+            return llm.stats().tiers["host"].num_blocks
+
+        assert (computed(use_kv_tiers=False), held()) == (64, 0)
+        assert computed() < 64, "the device's cache is not a tier below it"
+        assert computed(use_prefix_cache=False) == 64
+        assert computed(cache_salt="a", use_kv_tiers=False) == 64
+        assert held() > 0
+        before = held()
+        assert computed(cache_salt="b") == 64
+        assert computed(cache_salt="b") < 64
+        assert held() > before
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_salt_takes_no_more_than_its_share_of_the_host(folder: str) -> None:
+    options = {"threads": 1, "max_num_seqs": 1, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with LLM(folder, kv_tier="ram=1MiB,tenant_share=0.25", **options) as llm:
+        for start in range(8):
+            prompt = [(start + 3 * n) % 200 + 20 for n in range(200)]
+            llm.generate({"prompt_token_ids": prompt, "cache_salt": "one"}, PARAMS)
+            settle(llm)
+        host = llm.stats().tiers["host"]
+        assert 0 < host.num_blocks <= host.capacity // 4
+        assert host.refused["quota"] > 0
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_reset_forgets_all_tiers(folder: str) -> None:
     prompt = {"prompt_token_ids": list(range(20, 84))}
     with LLM(

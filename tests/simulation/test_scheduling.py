@@ -85,6 +85,7 @@ class World:
                 max_demoting=rng.choice((1, 4, 100)),
                 max_storing=rng.choice((1, 4, 100)),
                 max_waiting=rng.choice((2, 1000)),
+                max_storing_share=rng.choice((0.1, 0.5, 1.0)),
                 max_loading_share=rng.choice((0.3, 1.0)),
                 cost=cost,
             ),

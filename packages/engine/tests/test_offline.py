@@ -377,6 +377,8 @@ def test_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM) -> None:
         llm.generate("x", {"max_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="cache_salt must be a text, not int"):
         llm.generate({"prompt": "x", "cache_salt": 3}, GREEDY)
+    with pytest.raises(RequestError, match="use_kv_tiers must be true or false, not str"):
+        llm.generate({"prompt": "x", "use_kv_tiers": "yes"}, GREEDY)
     with pytest.raises(RequestError, match="priority"):
         llm.generate(["x"], GREEDY, priority=[1.5])  # type: ignore[list-item]
 

@@ -20,8 +20,10 @@ from lamella.kvtier.config import DiskConfig, ExternalConfig, TiersConfig, parse
             TiersConfig(1 << 30, policy="s3fifo", admission="reused"),
         ),
         (
-            "ram=1GiB,disk=/d:1GiB,compress=zstd,store_dtype=fp8",
-            TiersConfig(1 << 30, DiskConfig(Path("/d"), 1 << 30), compress="zstd", store_dtype="fp8"),
+            "ram=1GiB,disk=/d:1GiB,compress=zstd,store_dtype=fp8,tenant_share=0.25",
+            TiersConfig(
+                1 << 30, DiskConfig(Path("/d"), 1 << 30), tenant_share=0.25, compress="zstd", store_dtype="fp8"
+            ),
         ),
         (
             ["ram=1GiB", 'external=a.b:C,{"url": "http://x,y", "deep": {"n": [1, 2]}}'],
@@ -86,6 +88,8 @@ def test_sizes(text: str, size: int) -> None:
         ("ram=1GiB,disk=/path:big", ["'big'"]),
         ({"ram": 1 << 30, "disk": {"path": "/d"}}, ["disk has the keys path", "folder and size"]),
         ("ram=1GiB,policy=arc", ["policy 'arc'", "lru, s3fifo"]),
+        ("ram=1GiB,tenant_share=2", ["tenant_share '2' is no share", "above 0, at most 1"]),
+        ({"ram": 1 << 30, "tenant_share": None}, ["tenant_share None is no share"]),
         ("ram=1GiB,admission=some", ["admission 'some'", "all, reused"]),
         ("ram=1GiB,compress=zstd", ["compress without disk"]),
         ("ram=1GiB,store_dtype=fp8", ["store_dtype without disk"]),

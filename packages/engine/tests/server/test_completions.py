@@ -194,6 +194,8 @@ def test_sampling_fields_reach_the_core(http: httpx.Client, core: ScriptedCore) 
         "skip_special_tokens": False,
         "priority": -3,
         "cache_salt": "mine",
+        "use_prefix_cache": True,
+        "use_kv_tiers": False,
     }
     assert http.post("/v1/completions", json=body).status_code == 200
     request = core.seen[-1]
@@ -204,6 +206,7 @@ def test_sampling_fields_reach_the_core(http: httpx.Client, core: ScriptedCore) 
     assert (params.allowed_token_ids, params.stop_token_ids, params.ignore_eos) == ([1, 2], [9], True)
     assert (params.seed, params.skip_special_tokens, params.min_tokens) == (42, False, 2)
     assert (request.max_tokens, request.priority, request.cache_salt) == (9, -3, "mine")
+    assert (request.use_prefix_cache, request.use_kv_tiers) == (True, False)
     assert request.bad_words_ids == [list(b"no"), list(b" no")]
 
 

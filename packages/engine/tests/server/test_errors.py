@@ -77,6 +77,7 @@ def refuse(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("bad_words", [""], "bad_words must not contain an empty string"),
         ("priority", BIG, "priority must fit 32 bits"),
         ("cache_salt", 5, "cache_salt: expected `str`, got `int`"),
+        ("use_kv_tiers", "no", "use_kv_tiers: expected `bool`, got `str`"),
         ("stream", "yes", "stream: expected `bool`, got `str`"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream: true"),
         ("stream_options", {"include_usage": 1}, "stream_options.include_usage: expected `bool`"),

@@ -13,6 +13,7 @@
 #include "io/aligned_file.h"
 #include "io/engine.h"
 #include "keys/block_hash.h"
+#include "keys/sha256.h"
 
 namespace py = pybind11;
 using lamella::kvtier::AlignedFile;
@@ -191,25 +192,29 @@ class Ids {
   std::vector<std::uint32_t> values_;
 };
 
-// Appends the keys of num_blocks blocks from ids[first] on to the list `keys`.
+// Appends the keys of num_blocks blocks from ids[first] on to the list `keys`. portable: by plain C++ instructions.
 void chain(const py::bytes& parent, const py::handle& ids, Py_ssize_t first, Py_ssize_t block_size,
-           Py_ssize_t num_blocks, py::list keys) {
+           Py_ssize_t num_blocks, py::list keys, bool portable) {
+  using lamella::kvtier::kKeyBytes;
   char* start = nullptr;
   Py_ssize_t length = 0;
   if (PyBytes_AsStringAndSize(parent.ptr(), &start, &length) != 0) throw py::error_already_set();
-  if (length != static_cast<Py_ssize_t>(lamella::kvtier::kKeyBytes) || block_size < 1 || num_blocks < 0 || first < 0) {
+  if (length != static_cast<Py_ssize_t>(kKeyBytes) || block_size < 1 || num_blocks < 0 || first < 0) {
     throw py::value_error("a parent has 32 bytes, a block at least one token");
   }
   const Ids values(ids, first, first + block_size * num_blocks);
-  std::vector<std::uint8_t> out(static_cast<std::size_t>(num_blocks) * lamella::kvtier::kKeyBytes);
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(num_blocks) * kKeyBytes);
   {
     const py::gil_scoped_release unlocked;
-    lamella::kvtier::chain_keys(reinterpret_cast<const std::uint8_t*>(start), values.data(),
+    lamella::kvtier::chain_keys(portable ? lamella::kvtier::portable_sha256() : lamella::kvtier::sha256(),
+                                reinterpret_cast<const std::uint8_t*>(start), values.data(),
                                 static_cast<std::size_t>(block_size), static_cast<std::size_t>(num_blocks), out.data());
   }
-  for (std::size_t i = 0; i < static_cast<std::size_t>(num_blocks); ++i) {
-    keys.append(py::bytes(reinterpret_cast<const char*>(out.data() + i * lamella::kvtier::kKeyBytes),
-                          lamella::kvtier::kKeyBytes));
+  for (std::size_t at = 0; at < out.size(); at += kKeyBytes) {
+    PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(out.data() + at), kKeyBytes);
+    const int failed = key == nullptr ? -1 : PyList_Append(keys.ptr(), key);
+    Py_XDECREF(key);
+    if (failed != 0) throw py::error_already_set();
   }
 }
 
@@ -218,13 +223,14 @@ void chain(const py::bytes& parent, const py::handle& ids, Py_ssize_t first, Py_
 PYBIND11_MODULE(_C, m) {
   m.attr("build_id") = LAMELLA_BUILD_ID;
   m.attr("crc32c_kind") = lamella::kvtier::crc32c_kind();
+  m.attr("sha256_kind") = lamella::kvtier::sha256().kind;
 
   m.def("crc32c", [](const py::object& data, std::uint32_t crc) { return checksum(data, crc, false); },
         py::arg("data"), py::arg("crc") = 0);
   m.def("crc32c_table", [](const py::object& data, std::uint32_t crc) { return checksum(data, crc, true); },
         py::arg("data"), py::arg("crc") = 0);
   m.def("chain_keys", &chain, py::arg("parent"), py::arg("ids"), py::arg("first"), py::arg("block_size"),
-        py::arg("num_blocks"), py::arg("keys"));
+        py::arg("num_blocks"), py::arg("keys"), py::arg("portable") = false);
   m.def("address", [](const py::object& buffer) {
     const Held held(buffer, false);
     return reinterpret_cast<std::uintptr_t>(held.data());

@@ -1,6 +1,6 @@
 // Chained keys of blocks without media, as lamella/kvtier/keys.py defines them:
 //
-//   key[i] = BLAKE2b-256(key[i-1] ‖ "T" ‖ u32 block_size ‖ block_size × u32 id), person "lamella.kv.1", little endian
+//   key[i] = SHA-256(block_size × u32 id ‖ key[i-1] ‖ u32 block_size ‖ u32 0 ‖ "lamella.kv.2"), little endian
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,12 @@
 
 namespace lamella::kvtier {
 
+struct Sha256;
+
 constexpr std::size_t kKeyBytes = 32;
 
 // keys: num_blocks × 32 bytes, written in order. ids: num_blocks × block_size.
-void chain_keys(const std::uint8_t* parent, const std::uint32_t* ids, std::size_t block_size, std::size_t num_blocks,
-                std::uint8_t* keys);
+void chain_keys(const Sha256& sha, const std::uint8_t* parent, const std::uint32_t* ids, std::size_t block_size,
+                std::size_t num_blocks, std::uint8_t* keys);
 
 }  // namespace lamella::kvtier

@@ -60,6 +60,7 @@ def test_plans_out_of_range_are_refused(values: dict[str, object], text: str) ->
         ({"externals": ("a", "a")}, "names of their own"),
         ({"max_storing": 0}, "at least 1"),
         ({"max_loading_share": 0.0}, "max_loading_share"),
+        ({"max_storing_share": 1.5}, "max_storing_share"),
     ],
 )
 def test_tier_plans_out_of_range_are_refused(values: dict[str, object], text: str) -> None:

@@ -339,3 +339,118 @@ def test_a_ticket_ends_once() -> None:
     bench.end([job])
     with pytest.raises(AssertionError, match="ended twice"):
         bench.end([job])
+
+
+def test_blocks_pass_through_behind_what_a_slower_tier_has() -> None:
+    """The host has evicted the prefix of a running sequence, the disk has it: no block goes down twice."""
+    bench = Bench(device=20, host=4, has_disk=True)
+    manager, ids, chain = bench.manager, list(range(33)), KeyChain(SIZE)
+    assert manager.acquire(1, ids, chain, chunk_len=33) is not None
+    manager.seal(1, ids, 16)
+    bench.move()
+    bench.serve(2, list(range(100, 117)))
+    assert manager.tier_stats()["disk"].num_blocks == 8
+    manager.seal(1, ids, 33)
+    first = bench.take()
+    assert kinds(first) == [("device", "host")] * len(first)
+    assert [job.key for job in first if isinstance(job, CopyJob)] == chain.keys[4 : 4 + len(first)]
+    bench.end(first)
+    bench.move()
+    manager.seal(1, ids, 33)
+    manager.release(1, 0)
+    bench.move()
+    down = [job.key for job in bench.jobs if isinstance(job, CopyJob) and job.source.tier == "device"]
+    assert len(down) == len(set(down))
+    assert set(chain.keys[:5]) <= set(down)
+    host = manager._below.host[0]  # type: ignore[union-attr]
+    assert not host.passing
+    assert chain.keys[4] not in host
+    assert manager.tier_stats()["disk"].num_blocks == len(down)
+
+
+def test_a_block_that_passes_and_fails_goes_down_again() -> None:
+    bench = Bench(device=20, host=4, has_disk=True)
+    manager, ids, chain = bench.manager, list(range(25)), KeyChain(SIZE)
+    assert manager.acquire(1, ids, chain, chunk_len=25) is not None
+    manager.seal(1, ids, 16)
+    bench.move()
+    bench.serve(2, list(range(100, 117)))
+    manager.seal(1, ids, 21)
+    [copy] = bench.take()
+    bench.end([copy], ok=False)
+    assert bench.take() == []
+    manager.seal(1, ids, 25)
+    manager.release(1, 0)
+    again = bench.take()
+    assert [job.key for job in again if isinstance(job, CopyJob)] == chain.keys[4:6]
+    bench.end(again)
+    stores = bench.take()
+    assert kinds(stores) == [("host", "disk")] * 2
+    manager.reset_prefix_cache()
+    manager.check()
+    bench.end(stores)
+    bench.move()
+    assert not manager.busy
+
+
+def test_what_waits_to_be_stored_is_not_evicted() -> None:
+    bench = Bench(device=20, host=8, has_disk=True, max_storing=1)
+    manager = bench.manager
+    ids = list(range(17))
+    manager.acquire(1, ids, KeyChain(SIZE), chunk_len=17)
+    manager.seal(1, ids, 17)
+    bench.end(bench.take())
+    stores = bench.take()
+    assert kinds(stores) == [("host", "disk")]
+    manager.release(1, 0)
+    other = list(range(100, 133))
+    manager.acquire(2, other, KeyChain(SIZE), chunk_len=33)
+    manager.seal(2, other, 33)
+    copies = bench.take()
+    assert len(copies) == 4, "four slots are kept for what is not stored yet"
+    bench.end(stores)
+    bench.end(copies)
+    manager.release(2, 0)
+    bench.move()
+    assert manager.tier_stats()["disk"].refused == {}
+    assert set(KeyChain(SIZE).extend(ids)) <= set(manager._below.books["disk"][0])  # type: ignore[union-attr]
+
+
+def test_a_block_that_overtakes_the_one_before_it_is_stored_behind_it() -> None:
+    bench = Bench(device=20, host=8, has_disk=True)
+    manager, ids, chain = bench.manager, list(range(13)), KeyChain(SIZE)
+    manager.acquire(1, ids, chain, chunk_len=13)
+    manager.seal(1, ids, 13)
+    first, second, third = bench.take()
+    bench.end([third, second])
+    assert bench.take() == []
+    bench.end([first])
+    assert [job.key for job in bench.take() if isinstance(job, CopyJob)] == chain.keys
+    assert manager.tier_stats()["disk"].refused == {}
+
+
+def test_a_load_that_found_no_slot_goes_on_when_pins_have_gone() -> None:
+    bench = Bench(device=20, host=8, has_disk=True, max_loading_share=1.0)
+    manager, ids = bench.manager, list(range(33))
+    bench.serve(1, ids)
+    bench.flood(count=2)
+    running = list(range(100, 117))
+    manager.acquire(2, running, KeyChain(SIZE), chunk_len=17)
+    manager.seal(2, running, 17)
+    down = bench.take()
+    assert len(down) == 4
+    assert bench.load(3, ids) is LoadState.STARTED
+    some = bench.take()
+    assert len(some) == 4
+    bench.end(down)
+    for store in iter(bench.take, []):
+        bench.end(store)
+    bench.end(some)
+    rest = bench.take()
+    assert len(rest) == 4
+    assert manager.take_loaded() == []
+    bench.end(rest)
+    assert manager.take_loaded() == [3]
+    manager.release(2, 0)
+    assert bench.serve(3, ids) == (32, 32)
+    assert manager.tier_stats()["disk"].hit_tokens == 32

@@ -321,3 +321,25 @@ def test_a_store_that_breaks_half_way_ends_all_its_jobs(caplog: pytest.LogCaptur
             ended.add(event.ticket)
     assert "the disk tier is off" in caplog.text
     mover.close()
+
+
+def test_the_link_is_measured_before_anything_moves(bench: Bench) -> None:
+    """And what the disk has told meanwhile is not lost."""
+    told = bench.mover.wait_told(5.0)
+    news = Presence("disk", "", ((0, bench.key(1), None),), ())
+    bench.mover._events.put([news])
+    speed = bench.mover.measure_link()
+    assert speed is not None
+    assert speed > 1e6
+    events = bench.mover.poll()
+    assert news in events
+    assert not any(isinstance(event, TicketResult) for event in events)
+    assert told
+    bench.mover.close()
+    assert bench.mover.measure_link() is None
+
+
+def test_without_caches_there_is_no_link() -> None:
+    mover = TierMover(HostBuffer([SIZE], [4]))
+    assert mover.measure_link() is None
+    mover.close()

@@ -38,7 +38,7 @@ def test_crc32c_agrees_on_every_length_and_offset() -> None:
             assert _C.crc32c(part[length // 3 :], _C.crc32c(part[: length // 3])) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 23, 24, 55, 56, 64, 300])
+@pytest.mark.parametrize("size", [1, 2, 11, 15, 16, 17, 23, 24, 32, 48, 55, 56, 64, 300])
 @pytest.mark.parametrize("kind", [list, tuple, lambda ids: array.array("I", ids)])
 def test_native_chains_equal_the_reference(size: int, kind, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(size)
@@ -49,6 +49,9 @@ def test_native_chains_equal_the_reference(size: int, kind, monkeypatch: pytest.
     monkeypatch.setattr(keys, "native", None)
     assert native.keys == KeyChain(size, Extras(salt="s")).extend(kind(ids))
     assert len(native.keys) == 40
+    portable: list[bytes] = []
+    _C.chain_keys(native.parent(0), kind(ids), 0, size, 40, portable, portable=True)
+    assert portable == native.keys
 
 
 def test_chains_with_media_take_the_reference() -> None:

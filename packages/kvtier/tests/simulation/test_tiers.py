@@ -74,6 +74,7 @@ class World:
             max_demoting=rng.choice((1, 4, 1000)),
             max_storing=rng.choice((1, 3, 1000)),
             max_waiting=rng.choice((1, 5, 1000)),
+            max_storing_share=rng.choice((0.1, 0.5, 1.0)),
             max_loading_share=rng.choice((0.2, 1.0)),
             cost=CostModel({"disk": rng.choice((10.0, 1e9))}, {}, *rng.choice(((0.0, 0.0), (0.1, 0.01)))),
         )

@@ -274,8 +274,7 @@ class EngineCore:
     def _take_tickets(self, events: Sequence[TierEvent]) -> None:
         """Before the outputs of steps that waited for these copies: where one failed, they are not true."""
         manager = self._manager
-        for event in events:
-            manager.complete(event)
+        manager.complete_all(events)
         suspects = manager.take_poisoned()
         if suspects:
             self._scheduler.books.distrust(suspects)

@@ -40,6 +40,8 @@ class Intake:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        use_prefix_cache: bool = True,
+        use_kv_tiers: bool = True,
         adapter: str | None = None,
         param: str = "prompt",
         max_tokens_param: str | None = None,
@@ -69,6 +71,8 @@ class Intake:
             arrival_s=self._clock(),
             cache_salt=cache_salt,
             adapter=adapter,
+            use_prefix_cache=use_prefix_cache,
+            use_kv_tiers=use_kv_tiers,
         )
 
     def _checked_ids(self, prompt: Sequence[int], param: str) -> list[int]:

@@ -14,7 +14,10 @@ from lamella.engine.text.chat_template import ChatTemplate
 from lamella.engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with "cache_salt" if wanted."""
+"""A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, if wanted with CACHE_KEYS."""
+CACHE_KEYS = ("cache_salt", "use_prefix_cache", "use_kv_tiers")
+"""Blocks are shared with prompts of the same salt only; False: without the prefix cache, or without the tiers below the
+device."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -39,18 +42,20 @@ def ask(
         raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}", "sampling_params")
     params = params.typed()
     params.validate(intake.vocab_size, max_logprobs)
-    cache_salt = None
+    cache: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", *CACHE_KEYS}
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise RequestError(
-                f"a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and 'cache_salt' if wanted; "
-                f"got {', '.join(map(repr, prompt)) or 'nothing'}",
+                f"a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and what is wanted of "
+                f"{', '.join(CACHE_KEYS)}; got {', '.join(map(repr, prompt)) or 'nothing'}",
                 "prompt",
             )
-        cache_salt = prompt.get("cache_salt")
-        if not isinstance(cache_salt, str | None):
-            raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}", "cache_salt")
+        cache = {name: prompt[name] for name in CACHE_KEYS if prompt.get(name) is not None}
+        for name, value in cache.items():
+            if not isinstance(value, str if name == "cache_salt" else bool):
+                wanted = "a text" if name == "cache_salt" else "true or false"
+                raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
         name, kind = ("prompt", str) if "prompt" in prompt else ("prompt_token_ids", (list, tuple))
         if not isinstance(prompt[name], kind):
             wanted = "a text" if kind is str else "a list of token ids"
@@ -60,9 +65,7 @@ def ask(
         raise RequestError(f"priority must be an integer of 32 bits, got {priority!r}", "priority")
     if not isinstance(prompt, (str, list, tuple)):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
-    request = intake.request(
-        prompt, params, add_special_tokens=add_special_tokens, priority=priority, cache_salt=cache_salt
-    )
+    request = intake.request(prompt, params, add_special_tokens=add_special_tokens, priority=priority, **cache)
     return Asked(request, prompt if isinstance(prompt, str) else None)
 
 

@@ -190,6 +190,8 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     adapter: str | None = None
     use_prefix_cache: bool = True
     """False: neither reads the prefix cache nor leaves blocks in it."""
+    use_kv_tiers: bool = True
+    """False: the tiers below the device neither serve nor keep its blocks."""
 
 
 class Logprob(msgspec.Struct, array_like=True, gc=False):

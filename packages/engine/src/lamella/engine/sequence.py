@@ -27,6 +27,8 @@ from lamella.runner_v2.sampling.params import RowParams
 
 NO_ROW: Final = -1
 NO_STEP: Final = -1
+NEVER: Final = float("-inf")
+"""Before any time."""
 
 
 class State(Enum):
@@ -90,6 +92,7 @@ class Sequence:
     """One token stream: prompt and output, lengths, and what it holds. Scheduler and commit move it."""
 
     __slots__ = (
+        "asked_at",
         "cached_len",
         "chain",
         "computed_len",
@@ -115,6 +118,7 @@ class Sequence:
         "request_id",
         "restored_len",
         "room",
+        "room_from_s",
         "row",
         "seal_at",
         "siblings",
@@ -122,7 +126,7 @@ class Sequence:
         "state",
         "stops",
         "suspect",
-        "tiers_asked",
+        "tiers_settled",
     )
 
     def __init__(
@@ -172,8 +176,12 @@ class Sequence:
         self.restored_len = 0
         """Those of them that came from a tier below the device."""
         self.first_step_s: float | None = None
-        self.tiers_asked = False
-        """Whether the tiers below the host were asked for its prefix since it last began to wait."""
+        self.tiers_settled = False
+        """Since it last began to wait, the tiers below the host have brought what they could, or too late."""
+        self.asked_at = -1
+        """TierManager.num_lost when they had nothing to bring."""
+        self.room_from_s = NEVER
+        """When it began to wait for the loads of others, by the core's clock."""
         self.load_from_s = 0.0
         """When it began to load, by the core's clock."""
         self.load_s = 0.0
@@ -214,7 +222,9 @@ class Sequence:
         self.row = NO_ROW
         self.computed_len = self.reach = self.room = 0
         self.drafts = self.held_drafts = 0
-        self.tiers_asked = self.suspect = False
+        self.tiers_settled = self.suspect = False
+        self.asked_at = -1
+        self.room_from_s = NEVER
 
 
 def make_chain(request: Request, block_size: int) -> KeyChain:

@@ -2,11 +2,18 @@ from collections.abc import Sequence
 
 build_id: str
 crc32c_kind: str
+sha256_kind: str
 
 def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int: ...
 def crc32c_table(data: bytes | bytearray | memoryview, crc: int = 0) -> int: ...
 def chain_keys(
-    parent: bytes, ids: Sequence[int], first: int, block_size: int, num_blocks: int, keys: list[bytes]
+    parent: bytes,
+    ids: Sequence[int],
+    first: int,
+    block_size: int,
+    num_blocks: int,
+    keys: list[bytes],
+    portable: bool = False,
 ) -> None: ...
 def address(buffer: bytes | bytearray | memoryview) -> int: ...
 

@@ -2,7 +2,7 @@
 
 ram=40GiB,disk=/path:200GiB          parts of a text are divided by commas; several texts add up
 disk=/path:200GiB,compress=zstd
-policy=s3fifo,admission=reused
+policy=s3fifo,admission=reused,tenant_share=0.5
 external=package.module:Class,{"url": "http://…"}        its options follow as JSON, if it has any
 
 parse_tiers("ram=40GiB,disk=/path:200GiB")
@@ -25,7 +25,7 @@ POLICIES = ("lru", "s3fifo")
 ADMISSIONS = ("all", "reused")
 COMPRESSIONS = ("none", "zstd")
 STORE_DTYPES = ("same", "fp8")
-KEYS = ("ram", "disk", "external", "policy", "admission", "compress", "store_dtype")
+KEYS = ("ram", "disk", "external", "policy", "admission", "tenant_share", "compress", "store_dtype")
 EXTERNAL_KEYS = ("class", "name", "options")
 
 _UNITS = {"": 1, "B": 1} | {
@@ -69,6 +69,8 @@ class TiersConfig:
     """What the host tier evicts."""
     admission: str = "all"
     """Which blocks are worth the host tier: all, or those that were used a second time."""
+    tenant_share: float = 1.0
+    """Share of the host tier that the blocks of one tenant may take: of requests with the same cache salt."""
     compress: str = "none"
     """Of records on disk."""
     store_dtype: str = "same"
@@ -186,10 +188,22 @@ def _value(key: str, value: Any, text: str) -> Any:
         return parse_bytes(value, text)
     if key == "disk":
         return _disk(value, text)
+    if key == "tenant_share":
+        return _share(key, value, text)
     choices = {"policy": POLICIES, "admission": ADMISSIONS, "compress": COMPRESSIONS, "store_dtype": STORE_DTYPES}[key]
     if value not in choices:
         raise TierConfigError(f"{text}: {key} {value!r} is not known; choose one of {', '.join(choices)}")
     return value
+
+
+def _share(key: str, value: Any, text: str) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise TierConfigError(f"{text}: {key} {value!r} is no share; give a number above 0, at most 1")
+    return share
 
 
 def _disk(value: Any, text: str) -> DiskConfig:

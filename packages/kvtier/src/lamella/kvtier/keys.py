@@ -1,12 +1,13 @@
 """Chained block keys: the identity of a block's content.
 
-    root     = H(tag root, adapter, cache salt)
-    key[0]   = H(root,   tokens of block 0, media of block 0)
-    key[i]   = H(key[i-1], tokens of block i, media of block i)
+    root     = H(adapter, cache salt)
+    key[0]   = H(tokens of block 0, media of block 0, root)
+    key[i]   = H(tokens of block i, media of block i, key[i-1])
 
-A key therefore names everything left of it too: equal keys, equal prefix. Everything that goes into H is tagged and
-carries its length, so that no two different contents have the same encoding. H is BLAKE2b with 32 bytes: stable over
-processes, machines and versions (never Python's hash()).
+A key therefore names everything left of it too: equal keys, equal prefix. What goes into H can be read back from its
+end, where lengths and the domain stand, so that no two different contents have the same encoding. H is SHA-256: stable
+over processes, machines and versions (never Python's hash()), and processors have instructions for it. Tokens stand
+before the parent's key, since they need not wait for it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ KEY_BYTES = 32
 
 Key = bytes
 
-_PERSON = b"lamella.kv.1"
+_DOMAIN = b"lamella.kv.2"
+_ROOT_DOMAIN = b"lamella.kv.2 root"
 _LITTLE_ENDIAN = sys.byteorder == "little"
-_blake2b = hashlib.blake2b
+_sha256 = hashlib.sha256
 
 _NATIVE_FROM = 4
 """New blocks in one call from which the native chain is worth its call; it gives the same keys."""
@@ -58,11 +60,12 @@ NO_EXTRAS = Extras()
 
 def root_key(extras: Extras = NO_EXTRAS) -> Key:
     """The parent of a sequence's first block."""
-    digest = _blake2b(b"R", digest_size=KEY_BYTES, person=_PERSON)
+    digest = _sha256()
     if extras.adapter is not None:
         digest.update(_tagged(b"A", extras.adapter.encode()))
     if extras.salt is not None:
         digest.update(_tagged(b"S", extras.salt.encode()))
+    digest.update(_ROOT_DOMAIN)
     return digest.digest()
 
 
@@ -73,10 +76,8 @@ def block_key(parent: Key, token_ids: Sequence[int], media: Sequence[tuple[bytes
     may be negative: an item that began in an earlier block.
     """
     n = len(token_ids)
-    digest = _blake2b(parent + struct.pack(f"<cI{n}I", b"T", n, *token_ids), digest_size=KEY_BYTES, person=_PERSON)
-    for item, start in media:
-        digest.update(_tagged(b"M", struct.pack("<q", start) + item))
-    return digest.digest()
+    items = b"".join(_tagged(b"M", struct.pack("<q", start) + item) for item, start in media)
+    return _sha256(struct.pack(f"<{n}I", *token_ids) + items + parent + _ending(n, len(items))).digest()
 
 
 class KeyChain:
@@ -93,7 +94,7 @@ class KeyChain:
         self.keys: list[Key] = []
         self.media = extras.media
         self._root = root_key(extras)
-        self._struct = struct.Struct(f"<cI{block_size}I")
+        self._struct = struct.Struct(f"<{block_size}I")
 
     def extend(self, token_ids: Sequence[int], up_to: int | None = None) -> list[Key]:
         """Add the keys of the full blocks in token_ids[:up_to] that have none yet; return all keys.
@@ -110,17 +111,15 @@ class KeyChain:
             native.chain_keys(parent, token_ids, len(keys) * size, size, num_full - len(keys), keys)
             return keys
         raw = _encoded(token_ids)
-        head, pack = struct.pack("<cI", b"T", size), self._struct.pack
+        ending, pack = _ending(size, 0), self._struct.pack
         for block in range(len(keys), num_full):
             start = block * size
             if self.media:
                 parent = block_key(parent, token_ids[start : start + size], self._media_of(start))
             elif raw is not None:
-                content = parent + head + raw[4 * start : 4 * (start + size)]
-                parent = _blake2b(content, digest_size=KEY_BYTES, person=_PERSON).digest()
+                parent = _sha256(bytes(raw[4 * start : 4 * (start + size)]) + parent + ending).digest()
             else:
-                content = parent + pack(b"T", size, *token_ids[start : start + size])
-                parent = _blake2b(content, digest_size=KEY_BYTES, person=_PERSON).digest()
+                parent = _sha256(pack(*token_ids[start : start + size]) + parent + ending).digest()
             keys.append(parent)
         return keys
 
@@ -138,6 +137,11 @@ def _encoded(token_ids: Sequence[int]) -> memoryview | None:
     if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids.itemsize == 4 and _LITTLE_ENDIAN:
         return memoryview(token_ids).cast("B")
     return None
+
+
+def _ending(num_ids: int, media_bytes: int) -> bytes:
+    """What stands behind a block's tokens, media and parent."""
+    return struct.pack("<II", num_ids, media_bytes) + _DOMAIN
 
 
 def _tagged(tag: bytes, content: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""DiskStore on a real folder: threads, processes, permissions, compression."""
+"""DiskStore on a real folder: threads, permissions, compression."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import hashlib
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,12 +17,11 @@ from lamella.kvtier.data.disk import checkpoint, compression
 from lamella.kvtier.data.disk.checksum import native
 from lamella.kvtier.data.disk.header import PAGE
 from lamella.kvtier.data.disk.index import Record, name_of
-from lamella.kvtier.data.disk.measure import measure_folder
+from lamella.kvtier.data.disk.measure import measure_folder, probe_reads
 from lamella.kvtier.data.disk.segment import SegmentName
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.disk.verify import verify_folder
 from lamella.kvtier.jobs import Presence
-from lamella.kvtier.testing.disk_process import block_of, open_store
 
 FINGERPRINT = b"f" * 16
 ENGINES = ["auto", "threads", "python"] if native is not None else ["python"]
@@ -217,6 +214,16 @@ def test_damage_is_found_offline(tmp_path: Path) -> None:
         verify_folder(tmp_path / "none")
 
 
+@pytest.mark.parametrize("num_bytes", [5000, 1 << 20])
+def test_a_probe_tells_speed_and_latency_and_leaves_nothing_behind(num_bytes: int, tmp_path: Path) -> None:
+    probe = probe_reads(tmp_path, num_bytes, seconds=0.02, max_bytes=4 << 20)
+    assert probe is not None
+    assert probe.bytes_per_s > 1e6
+    assert 0 <= probe.latency_s < 1
+    assert list(tmp_path.iterdir()) == []
+    assert probe_reads(tmp_path / "none", num_bytes) is None
+
+
 def test_measuring_leaves_nothing_behind(tmp_path: Path) -> None:
     speed = measure_folder(tmp_path, 64 << 10, depth=4, seconds=0.3, max_bytes=16 << 20)
     assert speed.write.bytes_per_s > 0
@@ -224,78 +231,6 @@ def test_measuring_leaves_nothing_behind(tmp_path: Path) -> None:
     assert speed.peer in ("fio", "raw loop")
     assert speed.read_ratio is not None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_processes_read_each_others_blocks(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "kv"), ENGINES[0])
-    program = [sys.executable, "-m", "lamella.kvtier.testing.disk_process", str(tmp_path / "kv"), "1", ENGINES[-1]]
-    other = subprocess.run([*program, "60"], capture_output=True, text=True, timeout=60, check=True)
-    written = [line.split() for line in other.stdout.splitlines() if line.startswith("ok")]
-    assert len(written) == 60
-    added: set[tuple[int, bytes]] = set()
-    end = time.monotonic() + 20
-    while len(added) < 60 and time.monotonic() < end:
-        store.wait(0.1)
-        for event in store.poll():
-            if isinstance(event, Presence):
-                added |= {(group, name) for group, name, _ in event.added}
-    assert added == {(int(group), bytes.fromhex(name)) for _, group, name in written}
-    for ticket, (group, name) in enumerate(sorted(added)):
-        expected = block_of(group, name)
-        into = bytearray(len(expected))
-        store.read(ticket, group, name, memoryview(into))
-        assert results(store, 1)[ticket].ok
-        assert into == expected
-    store.close()
-
-
-def kill_and_reopen(folder: Path, seed: int, engine: str) -> int:
-    """Number of blocks found after a process was killed at a random moment. All it acknowledged and did not reclaim is
-    there; nothing else, and nothing damaged."""
-    rng = random.Random(seed)
-    program = [sys.executable, "-m", "lamella.kvtier.testing.disk_process", str(folder), str(seed), engine]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "opened\n"
-    time.sleep(rng.random() * 0.12)
-    process.send_signal(signal.SIGKILL)
-    lines = process.stdout.read().split("\n")
-    process.stdout.close()
-    process.wait()
-    acknowledged = {(int(line.split()[1]), line.split()[2]) for line in lines[:-1]}
-    store = open_store(str(folder), engine)
-    found = [(group, name) for group, name, _ in store.content()]
-    capacity = sum(path.stat().st_size for path in folder.iterdir())
-    assert capacity <= 8 << 20
-    into = [bytearray(len(block_of(group, name))) for group, name in found]
-    for ticket, (group, name) in enumerate(found):
-        store.read(ticket, group, name, memoryview(into[ticket]))
-    read = results(store, len(found)) if found else {}
-    for ticket, (group, name) in enumerate(found):
-        assert read[ticket].ok, f"a listed record is damaged: {read[ticket].error}"
-        assert into[ticket] == block_of(group, name), "a record is not what its key says"
-    held = {(int.from_bytes(name[:4], "little"), name[4:].hex()) for name in store._store.index.records}
-    reclaimed = capacity > 5 << 20
-    if not reclaimed:
-        assert acknowledged <= held, "what was acknowledged did not survive"
-    store.close()
-    return len(found)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_process_killed_at_any_moment_leaves_nothing_wrong(engine: str, tmp_path: Path) -> None:
-    if len(ENGINES) > 1 and engine == "threads":
-        kills = 6
-    else:
-        kills = 7
-    total = sum(kill_and_reopen(tmp_path / f"kv{seed % 3}", seed, engine) for seed in range(kills))
-    assert total > 0
-
-
-@pytest.mark.slow
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    for seed in range(200):
-        kill_and_reopen(tmp_path / f"kv{seed % 5}", seed, ENGINES[seed % len(ENGINES)])
 
 
 def test_a_checkpoint_of_many_records_opens_quickly(tmp_path: Path, record_property) -> None:

@@ -126,6 +126,9 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
             ),
             draw_seed=_seeds(options.seed),
         )
+        if tiers is not None:
+            tiers.measure_link()
+            core.info.report["KV tiers"] = tiers.table()
         if resolved.platform.is_gpu:  # steps are recorded with the KV cache in place
             (recorded,) = executor.call("explain", {})
             core.info.report["device"].update(recorded.get("device", {}))

@@ -15,7 +15,8 @@ from lamella.engine.config.schema import format_size
 from lamella.engine.core import tier_layout
 from lamella.engine.errors import StartError
 from lamella.kvtier import AdmissionPlan, CostModel, Job, KvTierError, TierEvent, TierPlan
-from lamella.kvtier.config import TiersConfig, parse_tiers
+from lamella.kvtier.config import DiskConfig, TiersConfig, parse_tiers
+from lamella.kvtier.data.disk.measure import Probe, probe_reads
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.external import manager_maker
 from lamella.kvtier.data.fp8 import Fp8Codec, RowGeometry
@@ -23,6 +24,8 @@ from lamella.kvtier.data.host_buffer import HostBuffer, slots_for
 from lamella.kvtier.data.mover import TierMover
 from lamella.runner_v2.step import KvLayout, RankReport
 
+MAX_PROBE_BYTES = 32 << 20
+"""A start writes no more into the folder to measure it, and no more than a quarter of what the tier may have."""
 TOLD_WAIT_S = 2.0
 """A start waits no longer for the list of what a folder holds: the first request should find it."""
 LEAST_PATIENCE_S = 0.05
@@ -37,6 +40,19 @@ class BuiltTiers(NamedTuple):
     plan: TierPlan
     mover: TierMover
     shown: list[list[Any]]
+
+    def measure_link(self) -> None:
+        """Put the speed of copies to the device where the cost model reads it. The mover is bound, and idle."""
+        speed = self.mover.measure_link()
+        if speed is not None:
+            self.plan.cost.bytes_per_s["host"] = speed
+
+    def table(self) -> list[list[Any]]:
+        """What is shown, with the speeds that are known by now."""
+        head, *rows = self.shown
+        speeds = self.plan.cost.bytes_per_s
+        told = [f"{speeds[row[0]] / 1e9:.2f} GB/s" if row[0] in speeds else "not yet" for row in rows]
+        return [[*head, "measured"], *([*row, speed] for row, speed in zip(rows, told))]
 
     def patience(self, num_tokens: int) -> float:
         """Seconds that a sequence of so many tokens waits for its prefix."""
@@ -114,7 +130,7 @@ def build_tiers(
     try:
         slots = slots_for(config.ram_bytes, sizes, [1] * len(sizes))
         buffer = HostBuffer(sizes, slots)
-        codec, fingerprint = None, layout.fingerprint()
+        codec, fingerprint, probe = None, layout.fingerprint(), None
         if config.store_dtype == "fp8":
             codec = Fp8Codec(buffer, [_geometry(resolved, report, n) for n in range(len(sizes))])
             fingerprint = Fp8Codec.fingerprint(fingerprint)
@@ -127,6 +143,7 @@ def build_tiers(
                 compress=config.compress,
                 standalone=[n for n, group in enumerate(report.groups) if group.kind != "full"],
             )
+            probe = _probe(config.disk, max(buffer.slot_bytes if codec is None else codec.packed_bytes))
         mover = TierMover(
             buffer,
             fingerprint=layout.fingerprint(),
@@ -140,12 +157,22 @@ def build_tiers(
     plan = TierPlan(
         host_slots=tuple(slots),
         eviction=config.policy,
-        admission=AdmissionPlan(mode=config.admission),  # type: ignore[arg-type]
+        admission=AdmissionPlan(mode=config.admission, max_tenant_share=config.tenant_share),  # type: ignore[arg-type]
         has_disk=store is not None,
         externals=tuple(external.name for external in config.externals),
         cost=CostModel(prefill_s_per_token=base_s, prefill_s_per_position=base_s * cost.slope),
     )
+    if probe is not None:
+        # speeds are those of blocks, however few bytes the disk has of them
+        packed = 1.0 if codec is None else sum(buffer.slot_bytes) / sum(codec.packed_bytes)
+        plan.cost.bytes_per_s["disk"] = probe.bytes_per_s * packed
+        plan.cost.latency_s["disk"] = probe.latency_s
     return BuiltTiers(plan, mover, _shown(config, slots, report, store))
+
+
+def _probe(disk: DiskConfig, block_bytes: int) -> Probe | None:
+    """None where the folder can only be read: the first loads will tell."""
+    return probe_reads(disk.folder, block_bytes, max_bytes=min(MAX_PROBE_BYTES, disk.capacity_bytes // 4))
 
 
 def _geometry(resolved: Resolved, report: RankReport, group: int) -> RowGeometry:
@@ -158,6 +185,8 @@ def _shown(config: TiersConfig, slots: Sequence[int], report: RankReport, store:
     rows: list[list[Any]] = [["tier", "size", "holds", "how"]]
     tokens = min(count * group.block_size for count, group in zip(slots, report.groups))
     how_host = f"{config.policy}, admits {config.admission}"
+    if config.tenant_share < 1.0:
+        how_host += f", at most {config.tenant_share:.0%} for a cache salt"
     rows.append(["host", format_size(config.ram_bytes), f"{tokens} tokens", how_host])
     if config.disk is not None and store is not None:
         how = [store.engine_name]

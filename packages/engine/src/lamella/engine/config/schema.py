@@ -124,8 +124,8 @@ class EngineOptions:
         kind="texts",
         metavar="TIERS",
         help="where KV blocks go that leave the device: ram=4GiB, disk=/folder:100GiB, policy=lru|s3fifo, "
-        "admission=all|reused, compress=zstd, store_dtype=fp8, external=package.module:Class,{json}; divided by "
-        "commas, may be repeated (default: nowhere, they are computed again)",
+        "admission=all|reused, tenant_share=0.5, compress=zstd, store_dtype=fp8, external=package.module:Class,{json}; "
+        "divided by commas, may be repeated (default: nowhere, they are computed again)",
     )
     max_num_seqs: int | None = option(
         group="scheduling", kind="int", help="most sequences in one step (default: 64 on a CPU, 256 on a GPU)"

@@ -21,6 +21,7 @@ from lamella.engine.scheduler.books import Books, InFlight
 from lamella.engine.scheduler.budget import Budget
 from lamella.engine.scheduler.commit import commit
 from lamella.engine.scheduler.config import SchedulerConfig
+from lamella.engine.scheduler.loading import Turn
 from lamella.engine.scheduler.preempt import displace, make_room
 from lamella.engine.sequence import Sequence, State
 from lamella.engine.wire import Stats
@@ -183,9 +184,13 @@ class Scheduler:
             head = books.waiting.head()
             if head is None:
                 break
-            if not head.tiers_asked and books.loading.begin(head):
-                books.waiting.leave(head)
-                continue
+            if not head.tiers_settled:
+                turn = books.loading.turn(head, can_enter=books.rows.num_free > 0)
+                if turn is Turn.LOADS:
+                    books.waiting.leave(head)
+                    continue
+                if turn is Turn.WAITS:
+                    break
             entered = self._enter(head, batch.step_id, budget) if books.rows.num_free else None
             if entered is None:
                 displace(books, head)
@@ -202,7 +207,7 @@ class Scheduler:
         books, manager = self.books, self._manager
         if self._refused == (sequence.id, manager.num_released):
             return None
-        entries = sequence.siblings.prompt_entries
+        request, entries = sequence.siblings.request, sequence.siblings.prompt_entries
         scored = entries is None or len(entries) >= sequence.prompt_len
         acquired = manager.acquire(
             sequence.id,
@@ -212,6 +217,8 @@ class Scheduler:
             max_hit_len=None if scored or entries is None else len(entries) - 1,
             spare_len=self._config.lookahead,
             headroom=min(books.num_running, manager.capacity // 16),
+            tiers=request.use_kv_tiers,
+            tenant=request.cache_salt,
         )
         if acquired is None:
             self._refused = None if manager.slides else (sequence.id, manager.num_released)

@@ -56,6 +56,8 @@ def prepare(state: ServerState, body: ChatRequest) -> Request:
         add_special_tokens=bool(body.add_special_tokens),
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        use_prefix_cache=body.use_prefix_cache is not False,
+        use_kv_tiers=body.use_kv_tiers is not False,
         param="messages",
         max_tokens_param=limit_name,
     )

@@ -60,6 +60,8 @@ def prepare(state: ServerState, body: CompletionRequest) -> tuple[list[Request],
             add_special_tokens=body.add_special_tokens is not False,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            use_prefix_cache=body.use_prefix_cache is not False,
+            use_kv_tiers=body.use_kv_tiers is not False,
             max_tokens_param=limit_name,
         )
         for prompt in given

@@ -58,6 +58,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    use_prefix_cache: bool | None = None
+    use_kv_tiers: bool | None = None
 
 
 DIRECT = (

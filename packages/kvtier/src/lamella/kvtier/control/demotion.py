@@ -1,7 +1,8 @@
 """Copies from the device to the host: as blocks are sealed, as long as tier, tenant and queue have room.
 
 A holding's blocks go down in order, and stop at the first that is refused: what hangs on it could not be kept anyway.
-The next seal goes on from there; if the tier has evicted some meanwhile, from the first that is missing.
+The next seal goes on from there. If the host has evicted some meanwhile, it goes on behind what a slower tier has of
+them, through slots that only pass content on; without that, from the first that is missing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lamella.kvtier.control.admission import make_admission
+from lamella.kvtier.control.host_tier import HostSlots
 from lamella.kvtier.control.prefix_index import first_missing
+from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Descent, Shared
 from lamella.kvtier.jobs import TicketId, TicketResult
 from lamella.kvtier.keys import Key
@@ -19,9 +22,10 @@ from lamella.kvtier.layout import NULL_BLOCK
 class Demotion:
     """All copies to the host that are in flight, and who waits for his turn."""
 
-    def __init__(self, shared: Shared, unpin: Callable[[int, int], None]) -> None:
+    def __init__(self, shared: Shared, stores: Stores, unpin: Callable[[int, int], None]) -> None:
         """unpin(group, block) of the device."""
         self._shared = shared
+        self._stores = stores
         self._unpin = unpin
         self._stats = shared.stats["host"]
         self._max_copies = shared.plan.max_demoting
@@ -37,6 +41,9 @@ class Demotion:
         self._max_tenant_bytes = shared.plan.admission.max_tenant_share * total
         for host in shared.host:
             host.on_freed = self._give_back
+        alone = len(shared.host) == 1 and shared.host[0].chained and not self._judges
+        self._only_chain = shared.host[0] if alone else None
+        """Set where a sequence's blocks go down as they come: there is one group, and admission refuses nothing."""
         # the group whose slots say whether there is room: the one that has the fewest bytes' worth of prefix
         self._scarce = min(shared.host, key=lambda host: host.num_slots)
 
@@ -52,10 +59,9 @@ class Demotion:
         """Start what can be started of blocks [0, sealed) of a sequence with these tables."""
         if descent.pending:
             return
-        n = descent.done
-        for host in self._shared.host:
-            if n and host.chained and keys[n - 1] not in host.slot_of:
-                n = first_missing(keys, n, host.slot_of)
+        n = self.kept_len(keys, descent.done)
+        if self._only_chain is not None and descent.tenant is None and not self._only_chain.passing:
+            n = self._start_chain(self._only_chain, keys, n, tables[0][:sealed])
         while n < sealed and self._go_down(descent, keys, n, tables):
             n += 1
         descent.done = n
@@ -64,16 +70,31 @@ class Demotion:
                 self._admission.note(keys[later])
             descent.noted = max(descent.noted, sealed)
 
+    def kept_len(self, keys: Sequence[Key], num_blocks: int) -> int:
+        """How many of keys[:num_blocks] need not go down: the host has them, or a slower tier."""
+        n = num_blocks
+        for idx, host in enumerate(self._shared.host):
+            if n and host.chained and keys[n - 1] not in host.slot_of and keys[n - 1] not in host.passing:
+                n = max(first_missing(keys, n, host.slot_of), self._stores.kept_len(idx, keys, n))
+        return n
+
     def start(self, idx: int, key: Key, parent: Key | None, block: int, tenant: str | None) -> str | None:
         """Copy one device block to a host slot. The reason why not, or None."""
         shared = self._shared
         if len(self.copies) >= self._max_copies:
             return "queue"
         host = shared.host[idx]
+        passing = host.chained and parent is not None and parent not in host.slot_of
+        if passing and not self._stores.has_room(idx):
+            return "room"
         num_bytes = host.slot_bytes
         if tenant is not None and not self.charge(tenant, num_bytes):
             return "quota"
-        slot = host.reserve(key, parent, tenant)
+        if passing:
+            assert parent is not None
+            slot = host.reserve_passing(key, parent, tenant)
+        else:
+            slot = host.reserve(key, parent, tenant)
         if not slot:
             self._give_back(tenant, num_bytes)
             return "room"
@@ -133,7 +154,7 @@ class Demotion:
         shared, key = self._shared, keys[n]
         parent = keys[n - 1] if n else None
         for idx, host in enumerate(shared.host):
-            if key in host.slot_of:
+            if key in host.slot_of or key in host.passing:
                 continue
             block: int | None = tables[idx][n] if idx < len(tables) else NULL_BLOCK
             if block == NULL_BLOCK:
@@ -159,6 +180,26 @@ class Demotion:
                     self.waiting[descent.sequence] = None
                 return False
         return True
+
+    def _start_chain(self, host: HostSlots, keys: Sequence[Key], first: int, table: Sequence[int]) -> int:
+        """_go_down() of many blocks of the only group, as far as there is room. Where it ended."""
+        shared = self._shared
+        if first < len(table) and keys[first] in host.slot_of:  # another sequence was here
+            first = first_missing(keys, len(table), host.slot_of)
+        if first == len(table) or (first and keys[first - 1] not in host.slot_of):
+            return first
+        end = min(len(table), first + self._max_copies - len(self.copies))
+        slots = host.reserve_chain(keys, first, end)
+        blocks = table[first : first + len(slots)]
+        shared.groups[0].pool.pin_all(blocks)
+        sources, targets = shared.device_places[0], shared.host_places[0]
+        tickets = shared.copy_chain(
+            keys, first, [sources[b] for b in blocks], [targets[s] for s in slots], host.slot_bytes
+        )
+        for ticket, slot, block in zip(tickets, slots, blocks):
+            host.ticket_of[slot] = ticket
+            self.copies[ticket] = (0, slot, block)
+        return first + len(slots)
 
     def _give_back(self, tenant: str | None, num_bytes: int) -> None:
         if tenant is not None:

@@ -2,12 +2,15 @@
 
               reserve            ready
     FREE ───────────────▶ FILLING ─────▶ READY ── picked by the eviction policy ──▶ FREE
-     ▲                       │ failed      │ dropped, with all that hangs on it
-     └── last pin gone ── DOOMED ◀─────────┘ (straight to FREE if nobody has pinned it)
+     ▲ ▲                     │ failed      │ dropped, with all that hangs on it
+     │ └── last pin gone ── DOOMED ◀───────┘ (straight to FREE if nobody has pinned it)
+     │ reserve_passing
+     └──────────────── PASSING               until its last pin is gone
 
 A slot hangs on the slot of the block before it, which cannot go first: only leaves are evicted. A slot is listed, and
 can be hit, when it is READY and what it hangs on is listed: copies may end in any order. Slot 0 is nobody; slot n is
-location n - 1. Groups that are not chained (sliding windows, states) have slots that hang on nothing.
+location n - 1. Groups that are not chained (sliding windows, states) have slots that hang on nothing. A PASSING slot
+has content on its way to a slower tier, behind blocks that are there already and not here: it cannot be hit.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ FREE: Final = 0
 FILLING: Final = 1
 READY: Final = 2
 DOOMED: Final = 3
+PASSING: Final = 4
 
 
 class HostSlots:
@@ -44,6 +48,8 @@ class HostSlots:
         self.slot_of: dict[Key, int] = {}
         """FILLING and READY slots; in a chained group what a slot hangs on is here too."""
         self.listed: dict[Key, int] = {}
+        self.passing: dict[Key, int] = {}
+        """PASSING slots."""
         self.num_evicted = 0
         self.on_freed: Callable[[str, int], None] | None = None
         """Told (tenant, bytes) when a tenant's slot is free again."""
@@ -78,9 +84,6 @@ class HostSlots:
         """Slots that reserve() can hand out now; more when leaves have gone."""
         return len(self._empty) + len(self._policy)
 
-    def has_children(self, slot: int) -> bool:
-        return bool(self._children[slot])
-
     def children(self, slot: int) -> Iterable[int]:
         return self._children[slot]
 
@@ -99,28 +102,66 @@ class HostSlots:
             slot = self._make_room(above)
             if not slot:
                 return 0
-        assert self.pins[slot] == 0, f"slot {slot} was handed out while pinned"
-        self.state[slot] = FILLING
-        self.pins[slot] = 1
-        self.key_of[slot] = key
-        self.parent_key_of[slot] = parent
+        self._fill(slot, FILLING, key, parent, tenant)
         self.slot_of[key] = slot
         if above:
             self.parent_of[slot] = above
             siblings = self._children[above]
-            if not siblings:
+            if not siblings and not self.pins[above]:
                 self._policy.withhold(above)
             siblings.add(slot)
-        if tenant is not None:
-            self._tenant_of[slot] = tenant
+        return slot
+
+    def reserve_chain(self, keys: Sequence[Key], first: int, end: int) -> list[int]:
+        """reserve() for keys[first:end], each hanging on the one before it, for no tenant; as many as there is room
+        for. Chained groups only."""
+        state, pins, key_of, parent_key_of = self.state, self.pins, self.key_of, self.parent_key_of
+        slot_of, parent_of, children, empty = self.slot_of, self.parent_of, self._children, self._empty
+        parent = keys[first - 1] if first else None
+        above = slot_of[parent] if parent is not None else 0
+        slots: list[int] = []
+        for n in range(first, end):
+            slot = empty.pop() if empty else self._make_room(above)
+            if not slot:
+                break
+            key = keys[n]
+            assert pins[slot] == 0, f"slot {slot} was handed out while pinned"
+            assert key not in slot_of
+            state[slot] = FILLING
+            pins[slot] = 1
+            key_of[slot] = key
+            parent_key_of[slot] = parent
+            slot_of[key] = slot
+            if above:
+                parent_of[slot] = above
+                siblings = children[above]
+                if not siblings and not pins[above]:
+                    self._policy.withhold(above)
+                siblings.add(slot)
+            slots.append(slot)
+            parent, above = key, slot
+        return slots
+
+    def reserve_passing(self, key: Key, parent: Key, tenant: str | None = None) -> int:
+        """A slot for content that is only passed on to a slower tier, PASSING, with one pin; 0: all are needed. May
+        evict a leaf."""
+        assert key not in self.passing
+        slot = self._empty.pop() if self._empty else self._make_room(0)
+        if slot:
+            self._fill(slot, PASSING, key, parent, tenant)
+            self.passing[key] = slot
         return slot
 
     def ready(self, slot: int) -> bool:
-        """The copy that fills the slot has ended well; its pin goes. False: the content was dropped meanwhile."""
-        if self.state[slot] == DOOMED:
+        """The copy that fills the slot has ended well; its pin is the caller's from now on. False: the content was
+        dropped meanwhile, and so is the pin."""
+        state = self.state[slot]
+        if state != FILLING:
+            if state == PASSING:
+                return True
+            assert state == DOOMED, f"slot {slot} is filled twice"
             self.unpin(slot)
             return False
-        assert self.state[slot] == FILLING, f"slot {slot} is filled twice"
         key = self.key_of[slot]
         assert key is not None
         self.state[slot] = READY
@@ -128,11 +169,10 @@ class HostSlots:
         above = self.parent_of[slot]
         if not above or self.key_of[above] in self.listed:
             self.listed[key] = slot
-            if self._children[slot]:
-                self._list_children(slot)
-        pins = self.pins[slot] = self.pins[slot] - 1
-        if not pins and not self._children[slot]:
-            self._policy.offer(slot)
+            for child in self._children[slot]:
+                if self.state[child] == READY:  # it has overtaken this one
+                    self._list_children(slot)
+                    break
         return True
 
     def failed(self, slot: int) -> None:
@@ -143,17 +183,17 @@ class HostSlots:
 
     def drop(self, key: Key) -> None:
         """This content, and all that hangs on it, cannot be hit any more. Nothing happens if it is not here."""
-        slot = self.slot_of.get(key)
-        if slot is not None:
-            self._drop(slot)
+        for slot in (self.slot_of.get(key), self.passing.get(key)):
+            if slot is not None:
+                self._drop(slot)
 
     def drop_all(self) -> None:
-        for key in list(self.slot_of):
+        for key in [*self.slot_of, *self.passing]:
             self.drop(key)
 
     def pin(self, slot: int) -> None:
         """It is read, or must stay; in a chained group all that it hangs on stays as well, unless dropped."""
-        assert self.state[slot] in (FILLING, READY), f"slot {slot} is pinned in state {self.state[slot]}"
+        assert self.state[slot] in (FILLING, READY, PASSING), f"slot {slot} is pinned in state {self.state[slot]}"
         if not self.pins[slot] and not self._children[slot]:
             self._policy.withhold(slot)
         self.pins[slot] += 1
@@ -163,7 +203,9 @@ class HostSlots:
         assert pins >= 0, f"slot {slot} has no pin to drop"
         self.pins[slot] = pins
         if not pins:
-            if self.state[slot] == DOOMED:
+            if self.state[slot] == PASSING:
+                self._drop(slot)
+            elif self.state[slot] == DOOMED:
                 self._free(slot)
             elif not self._children[slot]:
                 self._settle(slot)
@@ -182,6 +224,15 @@ class HostSlots:
         return ((tenant, self.slot_bytes) for tenant in self._tenant_of.values())
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _fill(self, slot: int, state: int, key: Key, parent: Key | None, tenant: str | None) -> None:
+        assert self.pins[slot] == 0, f"slot {slot} was handed out while pinned"
+        self.state[slot] = state
+        self.pins[slot] = 1
+        self.key_of[slot] = key
+        self.parent_key_of[slot] = parent
+        if tenant is not None:
+            self._tenant_of[slot] = tenant
 
     def _make_room(self, above: int) -> int:
         """Evict a leaf, but not the slot on which the newcomer is to hang; 0 if there is none."""
@@ -221,6 +272,12 @@ class HostSlots:
         self._disown(slot)
 
     def _drop(self, slot: int) -> None:
+        if self.state[slot] == PASSING:
+            del self.passing[self.key_of[slot]]  # type: ignore[arg-type]
+            self.state[slot] = DOOMED
+            if not self.pins[slot]:
+                self._free(slot)
+            return
         self._detach(slot)
         front = [slot]
         while front:
@@ -268,10 +325,13 @@ class HostSlots:
             state, key, pins, above = self.state[slot], self.key_of[slot], self.pins[slot], self.parent_of[slot]
             assert pins >= 0
             assert (state == FREE) == (slot in empty) == (key is None), f"slot {slot}: state {state}"
-            assert state not in (FILLING, DOOMED) or pins, f"slot {slot} is in state {state} and pinned by nobody"
+            assert state not in (FILLING, DOOMED, PASSING) or pins, (
+                f"slot {slot} is in state {state} and pinned by nobody"
+            )
             open_ = state == READY and not pins and not self._children[slot]
             assert (slot in policy) == open_, f"slot {slot} is offered for eviction, or should be"
-            if state in (FREE, DOOMED):
+            assert (state == PASSING) == (key is not None and self.passing.get(key) == slot)
+            if state in (FREE, DOOMED, PASSING):
                 assert not above
                 assert not self._children[slot]
                 continue
@@ -285,4 +345,5 @@ class HostSlots:
             assert (self.listed.get(key) == slot) == listed
         assert sum(map(len, self._children)) == sum(1 for above in self.parent_of if above)
         assert len(self.slot_of) == sum(1 for state in self.state if state in (FILLING, READY))
+        assert len(self.passing) == sum(1 for state in self.state if state == PASSING)
         assert self.listed.keys() <= self.slot_of.keys()

@@ -9,7 +9,7 @@ has failed: its target is dropped with all that hangs on it, and computed again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lamella.kvtier.control.demotion import Demotion
@@ -51,8 +51,8 @@ class LowerTiers:
         self._holdings = holdings
         self._suspect = suspect
         self._restores = Restores(self._shared, unpin, self._poison)
-        self._demotion = Demotion(self._shared, unpin)
         self._stores = Stores(self._shared)
+        self._demotion = Demotion(self._shared, self._stores, unpin)
         self._prefetch = Prefetch(self._shared, self._demotion, self._stores, self._restores)
         self.near = tuple(JointMatch(group, [host]) for group, host in zip(groups, self._shared.host))
         """Finds what device and host hold together."""
@@ -65,6 +65,11 @@ class LowerTiers:
         return bool(self._shared.plan.slow_tiers)
 
     @property
+    def num_evicted(self) -> int:
+        """Blocks that the host has evicted so far."""
+        return sum([host.num_evicted for host in self.host])
+
+    @property
     def busy(self) -> bool:
         """A copy has not ended, or one waits for its turn."""
         parts = (self._restores, self._demotion, self._stores, self._prefetch)
@@ -75,7 +80,7 @@ class LowerTiers:
     def worth(self, device: int, hit: int, num_tokens: int) -> int:
         """How many of `hit` blocks to take, `device` of which are there already: more, or those."""
         shared = self._shared
-        shared.tell_cost()
+        shared.tell_loads()
         speed = shared.plan.cost.bytes_per_s.get("host")
         if not speed or not shared.plan.cost.prefill_s_per_token:
             return hit
@@ -95,20 +100,18 @@ class LowerTiers:
         Call before restore(): a sequence reads its own.
         """
         shared, keys = self._shared, chain.keys
-        done = hit
         for host in shared.host:
             if host.chained:
                 there = first_missing(keys, hit, host.slot_of)
                 if there:
                     host.use(host.slot_of[keys[there - 1]])
                     self._stores.want_chain(keys, host.match(keys, there))
-                done = min(done, there)
             else:
                 for n in range(max(0, hit - 1), hit):
                     if keys[n] in host.listed:
                         host.use(host.listed[keys[n]])
         self._count(self._prefetch.end(sequence), hit, device, num_tokens)
-        return Descent(sequence, tenant, hit, done)
+        return Descent(sequence, tenant, hit, self._demotion.kept_len(keys, hit))
 
     def restore(self, chain: KeyChain, wanted: Sequence[Wanted]) -> None:
         """Copy host hits into blocks that the manager has listed."""
@@ -155,31 +158,32 @@ class LowerTiers:
         jobs, self._shared.jobs = self._shared.jobs, []
         return jobs
 
-    def complete(self, event: TierEvent) -> None:
+    def complete(self, events: Iterable[TierEvent]) -> None:
         """Asserts that a ticket ends once."""
-        if isinstance(event, TicketResult):
+        demotion, stores, prefetch, waiters = self._demotion, self._stores, self._prefetch, self._prefetch.waiters
+        for event in events:
+            if not isinstance(event, TicketResult):
+                self._take_news(event)
+                continue
             ticket = event.ticket
-            if ticket in self._demotion.copies:
-                idx, slot = self._demotion.complete(event)
+            if ticket in stores.copies:
+                stores.complete(event)
+            elif ticket in prefetch.copies:
+                prefetch.complete(event)
+            elif ticket in demotion.copies:
+                idx, slot = demotion.complete(event)
                 if slot:
-                    self._stores.want(idx, slot)
-                if self._demotion.waiting:
+                    stores.want(idx, slot)
+                if demotion.waiting:
                     self._resume()
-            elif ticket in self._restores.copies:
+            else:
+                assert ticket in self._restores.copies, f"ticket {ticket} ended twice, or was never given out"
                 for descent in self._restores.complete(event):
                     holding = self._holdings.get(descent.sequence)
                     if holding is not None and holding.below is descent:
                         self.demote(holding)
-            elif ticket in self._stores.copies:
-                self._stores.complete(event)
-            else:
-                assert ticket in self._prefetch.copies, f"ticket {ticket} ended twice, or was never given out"
-                self._prefetch.complete(event)
-            self._prefetch.ended(ticket)
-        elif isinstance(event, LookupResult):
-            assert self._prefetch.answer(event), f"question {event.ticket} was answered twice, or never asked"
-        else:
-            self._take_news(event)
+            if ticket in waiters:
+                prefetch.ended(ticket)
 
     def take_poisoned(self) -> list[int]:
         """Sequences that read a copy that has failed, as far as they still hold blocks."""
@@ -212,7 +216,7 @@ class LowerTiers:
     def stats(self) -> dict[str, TierStats]:
         """Figures of each tier as they are now; the objects are ours."""
         shared = self._shared
-        shared.tell_cost()
+        shared.tell_loads()
         host = shared.stats["host"]
         host.num_blocks = sum(map(len, shared.host))
         host.capacity = sum(slots.num_slots for slots in shared.host)
@@ -271,7 +275,10 @@ class LowerTiers:
             if holding is not None and holding.below is not None:
                 self.demote(holding)
 
-    def _take_news(self, news: Presence) -> None:
+    def _take_news(self, news: LookupResult | Presence) -> None:
+        if isinstance(news, LookupResult):
+            assert self._prefetch.answer(news), f"question {news.ticket} was answered twice, or never asked"
+            return
         name = "disk" if news.tier == "disk" else news.name
         books = self.books.get(name)
         if books is None:
@@ -287,7 +294,7 @@ class LowerTiers:
         host = shared.stats["host"]
         host.lookups += 1
         host.queried_tokens += num_tokens
-        edges = [("host", hit if load is None or not load.reach else min(hit, load.near))]
+        edges = [("host", hit if load is None or not load.reach else min(hit, load.found))]
         if load is not None:
             for name, reach in load.reach.items():
                 stats = shared.stats[name]

@@ -12,7 +12,7 @@ Nothing here blocks, allocates device memory or looks at a clock. A broken invar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lamella.kvtier.control.audit import audit
@@ -271,16 +271,14 @@ class TierManager:
             chain = holding.chain
             assert chain is not None
             keys = chain.extend(token_ids, computed_len)
-            for n in range(first, full):
-                key = keys[n]
-                parent = keys[n - 1] if n else None
-                for group, table in zip(self._groups, holding.tables):
-                    block = table[n]
-                    group.pool.seal(block)
-                    if not group.index.add(key, parent, block):
-                        self.counters.duplicate_blocks += 1
-                    elif self._shelf.max_events:
-                        self._shelf.note(BlockStored(group.idx, key, chain.parent(n), block))
+            for group, table in zip(self._groups, holding.tables):
+                blocks = table[first:full]
+                group.pool.seal_all(blocks)
+                self.counters.duplicate_blocks += group.index.add_all(keys, first, blocks)
+                if self._shelf.max_events:
+                    for n, block in enumerate(blocks, first):
+                        if group.index.find(keys[n]) == block:
+                            self._shelf.note(BlockStored(group.idx, keys[n], chain.parent(n), block))
             self.counters.sealed_blocks += full - first
             holding.sealed = full
             if holding.states is not None:
@@ -392,6 +390,12 @@ class TierManager:
         return self._below is not None and self._below.loads
 
     @property
+    def num_lost(self) -> int:
+        """Blocks that device and host have evicted so far: while this stands still, what they held of a prefix is
+        there."""
+        return self.counters.evicted_blocks + (0 if self._below is None else self._below.num_evicted)
+
+    @property
     def busy(self) -> bool:
         """A copy between tiers has not ended, or waits for its turn."""
         return self._below is not None and self._below.busy
@@ -444,8 +448,12 @@ class TierManager:
 
     def complete(self, event: TierEvent) -> None:
         """Take the end of a copy, an answer, or news of a store into the books. A ticket ends exactly once."""
+        self.complete_all((event,))
+
+    def complete_all(self, events: Iterable[TierEvent]) -> None:
+        """complete() of each, in order."""
         assert self._below is not None, "a ticket ended, but there are no tiers"
-        self._below.complete(event)
+        self._below.complete(events)
 
     def tier_stats(self) -> dict[str, TierStats]:
         """Figures of each tier below the device, by name: "host", "disk", external managers."""

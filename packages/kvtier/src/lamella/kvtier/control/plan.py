@@ -31,6 +31,8 @@ class TierPlan:
     """Copies from the host to one slower tier in flight."""
     max_waiting: int = 65_536
     """Blocks that wait for such a copy; what comes beyond is not stored."""
+    max_storing_share: float = 0.5
+    """Share of a group's host slots that are kept from being evicted before they are stored."""
     max_loading_share: float = 0.5
     """Share of a group's host slots that waiting sequences' loads may hold."""
     cost: CostModel = field(default_factory=CostModel)
@@ -40,8 +42,9 @@ class TierPlan:
             raise LayoutError(f"every group needs a host slot, got {self.host_slots}")
         if min(self.max_demoting, self.max_storing, self.max_waiting) < 1:
             raise LayoutError("max_demoting, max_storing and max_waiting must be at least 1")
-        if not 0.0 < self.max_loading_share <= 1.0:
-            raise LayoutError(f"max_loading_share must be in (0, 1], got {self.max_loading_share}")
+        for name in ("max_storing_share", "max_loading_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise LayoutError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if self.eviction not in POLICIES:
             raise LayoutError(f"eviction {self.eviction!r} is none of {', '.join(POLICIES)}")
         if len(set(self.externals)) < len(self.externals) or set(self.externals) & set(RESERVED):

@@ -114,6 +114,13 @@ class Pool:
         assert self.state[block_id] == FILLING, f"block {block_id} is sealed in state {self.state[block_id]}"
         self.state[block_id] = SEALED
 
+    def seal_all(self, block_ids: Sequence[int]) -> None:
+        """seal() of each."""
+        state = self.state
+        for block_id in block_ids:
+            assert state[block_id] == FILLING, f"block {block_id} is sealed in state {state[block_id]}"
+            state[block_id] = SEALED
+
     def unref(self, block_id: int, last_step: int) -> bool:
         """Drop one reference. True if nobody references it now; the caller then says keep() or discard()."""
         refs = self.refs[block_id] - 1
@@ -172,6 +179,15 @@ class Pool:
             self._candidates.remove(block_id)
         self.pins[block_id] += 1
         self.pinned.add(block_id)
+
+    def pin_all(self, block_ids: Sequence[int]) -> None:
+        """pin() of each; none may come twice."""
+        refs, pins, state = self.refs, self.pins, self.state
+        self._candidates.remove_all([b for b in block_ids if refs[b] == 0 and pins[b] == 0])
+        for block_id in block_ids:
+            assert state[block_id] != FREE, f"block {block_id} is free and cannot be pinned"
+            pins[block_id] += 1
+        self.pinned.update(block_ids)
 
     def unpin(self, block_id: int) -> bool:
         """Drop one pin. True if nobody holds the block now; the caller then says keep() or discard()."""

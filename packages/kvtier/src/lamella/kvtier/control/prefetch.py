@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import repeat
 
 from lamella.kvtier.control.cost import Part
 from lamella.kvtier.control.demotion import Demotion
@@ -45,15 +46,28 @@ class LoadState(Enum):
 class Load:
     """What one sequence waits for."""
 
-    __slots__ = ("asking", "held", "keys", "limit", "near", "num_tokens", "reach", "sequence", "tenant", "waiting")
+    __slots__ = (
+        "asking",
+        "cut",
+        "found",
+        "held",
+        "keys",
+        "limit",
+        "near",
+        "num_tokens",
+        "reach",
+        "sequence",
+        "tenant",
+        "waiting",
+    )
 
     def __init__(
         self, sequence: int, keys: Sequence[Key], near: int, limit: int, num_tokens: int, tenant: str | None
     ) -> None:
         self.sequence = sequence
         self.keys = keys
-        self.near = near
-        """Blocks that device and host held at the beginning."""
+        self.near = self.found = near
+        """Blocks that device and host hold; found: at the beginning."""
         self.limit = limit
         self.num_tokens = num_tokens
         self.tenant = tenant
@@ -64,6 +78,8 @@ class Load:
         slot's pin keeps the others."""
         self.reach: dict[str, int] = {}
         """By tier: up to which block it was asked to bring the prefix."""
+        self.cut = False
+        """There was no slot for some of it: pins that end soon had them all."""
 
 
 _Need = tuple[int, str]
@@ -84,8 +100,10 @@ class Prefetch:
         """(tier, group, host slot, key)."""
         self._questions: dict[TicketId, tuple[str, int, int, tuple[Key, ...], Load]] = {}
         """(manager, group, first place, keys, load)."""
-        self._waiters: dict[TicketId, list[Load]] = {}
+        self.waiters: dict[TicketId, tuple[Load, ...]] = {}
+        """Whose end somebody waits for, whatever copies it is of."""
         self._doubts: dict[tuple[str, int, Key], int] = {}
+        self._one_tier = len(shared.plan.slow_tiers) == 1
         self._held = [0] * len(shared.host)
         books: list[tuple[JointMatch, ...]] = []
         for n in range(len(shared.plan.slow_tiers)):
@@ -129,9 +147,11 @@ class Prefetch:
         if load is not None:
             self._let_go(load)
             for ticket in load.waiting:
-                self._waiters[ticket].remove(load)
-                if not self._waiters[ticket]:
-                    del self._waiters[ticket]
+                others = tuple(other for other in self.waiters[ticket] if other is not load)
+                if others:
+                    self.waiters[ticket] = others
+                else:
+                    del self.waiters[ticket]
             load.waiting.clear()
             load.asking.clear()
             if sequence in self._loaded:
@@ -150,15 +170,15 @@ class Prefetch:
         """One of the copies has ended. Call ended() after it, as after any other ticket."""
         name, idx, slot, key = self.copies.pop(result.ticket)
         shared = self._shared
-        host, stats = shared.host[idx], shared.stats[name]
+        host = shared.host[idx]
         shared.queued_bytes[name] -= host.slot_bytes
         if result.ok:
-            stats.bytes_out += host.slot_bytes
-            stats.loads += 1
-            stats.load_seconds += result.seconds
-            shared.observe(name, host.slot_bytes, result.seconds)
+            shared.count_load(name, host.slot_bytes, result.seconds)
             if host.ready(slot):
-                self._stores.want(idx, slot)
+                if self._one_tier and key in shared.books[name][idx].listed:
+                    host.unpin(slot)  # nobody lacks it
+                else:
+                    self._stores.want(idx, slot)
         else:
             shared.count_failure(name, result)
             host.failed(slot)
@@ -192,12 +212,11 @@ class Prefetch:
         return True
 
     def ended(self, ticket: TicketId) -> None:
-        """A ticket of whatever kind has ended: who waited for it waits for one less."""
-        if ticket not in self._waiters:
-            return
-        for load in self._waiters.pop(ticket):
-            load.waiting.remove(ticket)
-            if not load.waiting and not load.asking:
+        """A ticket among the waiters' has ended: who waited for it waits for one less."""
+        for load in self.waiters.pop(ticket):
+            waiting = load.waiting
+            waiting.remove(ticket)
+            if not waiting and not load.asking and not (load.cut and self._go_on(load)):
                 self._loaded.append(load.sequence)
 
     def copies_by_tier(self) -> dict[str, int]:
@@ -229,11 +248,11 @@ class Prefetch:
         for load in self._loads.values():
             for idx, _, num_blocks in load.held:
                 held[idx] += num_blocks
-            assert all(load in self._waiters[ticket] for ticket in load.waiting)
+            assert all(load in self.waiters[ticket] for ticket in load.waiting)
             idle = not load.waiting and not load.asking
             assert idle or load.sequence not in self._loaded
         assert held == self._held
-        for ticket, loads in self._waiters.items():
+        for ticket, loads in self.waiters.items():
             assert loads
             assert all(ticket in load.waiting for load in loads)
         assert set(self._loaded) <= self._loads.keys()
@@ -282,7 +301,7 @@ class Prefetch:
     def _bring(self, load: Load) -> LoadState:
         """Start copies for what the books list."""
         shared = self._shared
-        load.near = longest_match(
+        load.near = load.found = longest_match(
             [JointMatch(g, [h]) for g, h in zip(shared.groups, shared.host)], load.keys, load.limit
         )
         end = self._choose(load)
@@ -303,10 +322,25 @@ class Prefetch:
         reached = end
         for idx, needed in enumerate(needs):
             reached = min(reached, self._start(idx, load, [need for need in needed if need[0] < end], end))
+        load.cut = reached < end
         load.reach = {name: min(place, reached) for name, place in load.reach.items()}
         if load.waiting:
             return LoadState.STARTED
         return self._no_room() if reached <= load.near else LoadState.NONE
+
+    def _go_on(self, load: Load) -> bool:
+        """Bring the rest of what was cut short. Whether there is something to wait for."""
+        found, reach = load.found, load.reach
+        self._let_go(load)
+        started = self._bring(load) is LoadState.STARTED
+        load.found = found
+        for name, place in reach.items():
+            load.reach[name] = max(place, load.reach.get(name, 0))
+        if not started:
+            load.cut = False
+            self._let_go(load)
+            self._hold_near(load, wait=False)
+        return started
 
     def _no_room(self) -> LoadState:
         self._shared.stats["host"].refuse("loading")
@@ -329,7 +363,7 @@ class Prefetch:
                 load.reach[name] = reach = end
         if not parts:
             return load.near
-        shared.tell_cost()
+        shared.tell_loads()
         chosen = shared.plan.cost.choose(load.near * size, load.num_tokens, parts) // size
         for name, end in list(load.reach.items()):
             if end > chosen:
@@ -370,7 +404,10 @@ class Prefetch:
         shared, keys = self._shared, load.keys
         group, host = shared.groups[idx], shared.host[idx]
         last = 0
-        for count, (place, source) in enumerate(needs):
+        done = 0
+        if host.chained and load.tenant is None and needs and needs[0][1] != "device":
+            last, done = self._fill_chain(idx, load, needs)
+        for count, (place, source) in enumerate(needs[done:], done):
             key = keys[place]
             parent = keys[place - 1] if place else None
             if source == "device":
@@ -383,13 +420,30 @@ class Prefetch:
                 return place
             ticket = host.ticket_of[slot]
             load.waiting.add(ticket)
-            self._waiters[ticket] = [load]
+            self.waiters[ticket] = (load,)
             if host.chained:
                 last = slot
             else:
                 self._hold(load, idx, slot)
         self._hold(load, idx, last, len(needs))
         return end if not needs or needs[-1][0] == end - 1 or not host.chained else needs[-1][0] + 1
+
+    def _fill_chain(self, idx: int, load: Load, needs: Sequence[_Need]) -> tuple[int, int]:
+        """_fill() for the needs that the first one's source serves, as far as there is room. (last slot, how many)."""
+        shared, host = self._shared, self._shared.host[idx]
+        first, name = needs[0]
+        same = next((n for n, (_, source) in enumerate(needs) if source != name), len(needs))
+        slots = host.reserve_chain(load.keys, first, first + same)
+        places = shared.host_places[idx]
+        source = repeat(shared.place(name, idx))
+        tickets = shared.copy_chain(load.keys, first, source, [places[slot] for slot in slots], host.slot_bytes)
+        shared.queued_bytes[name] += host.slot_bytes * len(slots)
+        for n, (ticket, slot) in enumerate(zip(tickets, slots), first):
+            host.ticket_of[slot] = ticket
+            self.copies[ticket] = (name, idx, slot, load.keys[n])
+        load.waiting.update(tickets)
+        self.waiters.update(dict.fromkeys(tickets, (load,)))
+        return (slots[-1] if slots else 0), len(slots)
 
     def _fill(self, idx: int, key: Key, parent: Key | None, name: str, tenant: str | None) -> int:
         shared, host = self._shared, self._shared.host[idx]
@@ -462,4 +516,4 @@ class Prefetch:
         ticket = self._shared.host[idx].ticket_of[slot]
         if ticket not in load.waiting:
             load.waiting.add(ticket)
-            self._waiters.setdefault(ticket, []).append(load)
+            self.waiters[ticket] = (*self.waiters.get(ticket, ()), load)

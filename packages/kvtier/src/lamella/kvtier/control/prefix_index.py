@@ -82,6 +82,22 @@ class PrefixIndex:
         self._copies.setdefault(key, []).append(block_id)
         return False
 
+    def add_all(self, keys: Sequence[Key], first: int, block_ids: Sequence[int]) -> int:
+        """add() of the blocks of keys[first], keys[first + 1], …; how many have a content that was here already."""
+        key_of, parent_of, held = self._key_of, self._parent_of, self._first
+        parent = keys[first - 1] if first else None
+        num_copies = 0
+        for n, block_id in enumerate(block_ids, first):
+            assert key_of[block_id] is None, f"block {block_id} has a key already"
+            key = keys[n]
+            key_of[block_id] = key
+            parent_of[block_id] = parent
+            if held.setdefault(key, block_id) != block_id:
+                self._copies.setdefault(key, []).append(block_id)
+                num_copies += 1
+            parent = key
+        return num_copies
+
     def remove(self, block_id: int) -> bool:
         """The block's content can no longer be hit there. True if that was its last copy."""
         key = self._key_of[block_id]

@@ -53,7 +53,6 @@ class Restores:
         self._shared = shared
         self._unpin = unpin
         self._suspect = suspect
-        self._stats = shared.stats["host"]
         self.active: list[Restore] = []
         self.copies: dict[TicketId, tuple[int, int, int, int, Restore]] = {}
         """(group, host slot, device block, place, restore)."""
@@ -101,15 +100,11 @@ class Restores:
         """One of the copies has ended. The readers whose blocks may go down from now on."""
         idx, slot, block, n, restore = self.copies.pop(result.ticket)
         shared = self._shared
-        stats = self._stats
         num_bytes = shared.host[idx].slot_bytes
         shared.queued_bytes["host"] -= num_bytes
         restore.num_left -= 1
         if result.ok:
-            stats.bytes_out += num_bytes
-            stats.loads += 1
-            stats.load_seconds += result.seconds
-            shared.observe("host", num_bytes, result.seconds)
+            shared.count_load("host", num_bytes, result.seconds)
         else:
             shared.count_failure("host", result)
             restore.failed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from lamella.kvtier.control.groups import GroupBlocks
@@ -54,7 +54,7 @@ class Shared:
         self.queued_bytes = dict.fromkeys(self.stats, 0)
         """Of copies from each tier towards the device that have not ended."""
         self.jobs: list[Job] = []
-        self._told: dict[str, list[float]] = {name: [0.0, 0.0] for name in self.stats}
+        self._told: dict[str, list[float]] = {name: [0.0, 0.0, 0] for name in self.stats}
         # made once: a copy would make two of them, and they are most of what a copy costs here
         self.host_places = [
             [Location("host", n, s - 1) for s in range(h.num_slots + 1)] for n, h in enumerate(self.host)
@@ -72,22 +72,44 @@ class Shared:
         self.jobs.append(_new(CopyJob, (ticket, key, source, target, num_bytes, after_step, parent)))
         return ticket
 
+    def copy_chain(
+        self, keys: Sequence[Key], first: int, sources: Iterable[Location], targets: Sequence[Location], num_bytes: int
+    ) -> range:
+        """copy() of the blocks of keys[first], keys[first + 1], … that hang on each other, to as many targets."""
+        start = next(self._tickets)
+        tickets = range(start, start + len(targets))
+        self._tickets = count(tickets.stop)
+        chain = keys[first : first + len(targets)]
+        parents = [keys[first - 1] if first else None, *chain]
+        self.jobs += [
+            _new(CopyJob, (ticket, key, source, target, num_bytes, -1, parent))
+            for ticket, key, source, target, parent in zip(tickets, chain, sources, targets, parents)
+        ]
+        return tickets
+
     def ticket(self) -> TicketId:
         """Of a question."""
         return next(self._tickets)
 
-    def observe(self, name: str, num_bytes: int, seconds: float) -> None:
+    def count_load(self, name: str, num_bytes: int, seconds: float) -> None:
         """A copy from a tier has ended well; seconds that the tier was busy with it."""
         told = self._told[name]
         told[0] += num_bytes
         told[1] += seconds
+        told[2] += 1
 
-    def tell_cost(self) -> None:
-        """What copies have told since the last time: a batch's speed says more than each copy's."""
+    def tell_loads(self) -> None:
+        """Tell the cost model and the figures of the loads since the last time: a batch's speed says more than each
+        copy's."""
         for name, told in self._told.items():
-            if told[1]:
-                self.plan.cost.observe(name, int(told[0]), told[1])
-                told[0] = told[1] = 0.0
+            num_bytes, seconds, loads = told
+            if loads:
+                stats = self.stats[name]
+                stats.bytes_out += int(num_bytes)
+                stats.load_seconds += seconds
+                stats.loads += int(loads)
+                self.plan.cost.observe(name, int(num_bytes), seconds)
+                told[:] = 0.0, 0.0, 0
 
     def place(self, name: str, group: int) -> Location:
         """Where a slower tier keeps a group's records: the key says which."""

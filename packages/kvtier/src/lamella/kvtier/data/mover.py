@@ -22,8 +22,11 @@ from lamella.kvtier.data.external_mover import ExternalMover
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.queue import EventQueue
 from lamella.kvtier.data.store_mover import StoreMover
-from lamella.kvtier.jobs import ClearJob, CopyJob, Job, LookupJob, LookupResult, TicketResult, TierEvent
+from lamella.kvtier.jobs import ClearJob, CopyJob, Job, Location, LookupJob, LookupResult, TicketResult, TierEvent
 from lamella.kvtier.protocols import BlockCopier, ExternalManager
+
+MEASURED_BYTES = 32 << 20
+"""A start measures the link over so much."""
 
 
 class TierMover:
@@ -73,6 +76,39 @@ class TierMover:
             self._device = CudaDeviceMover(self.buffer, layers, caches, self._events, rank=rank, copier=self._copier)
         else:
             self._device = DeviceMover(self.buffer, layers, caches, self._events, rank=rank)
+
+    def measure_link(self, max_bytes: int = MEASURED_BYTES) -> float | None:
+        """Bytes per second from host to device, of blocks of the group that has the largest.
+
+        Before anything was submitted: what its first slots and blocks hold is undefined afterwards. None: nothing is
+        bound, or it cannot be copied.
+        """
+        if self._device is None:
+            return None
+        sizes = self.buffer.bytes_per_block
+        group = max(range(len(sizes)), key=lambda n: sizes[n])
+        count = min(self.buffer.num_slots[group], self._device.map.num_blocks[group] - 1, max_bytes // sizes[group])
+        seconds: list[float] = []
+        failed = False
+        for _ in range(2 if count > 0 else 0):  # memory that was never touched is slow the first time
+            self._device.submit(
+                [
+                    CopyJob(-1 - n, b"", Location("host", group, n), Location("device", group, 1 + n), sizes[group])
+                    for n in range(count)
+                ]
+            )
+            seconds = []
+            others: list[TierEvent] = []
+            while len(seconds) < count:
+                self._events.wait(1.0)
+                for event in self._events.take():
+                    if isinstance(event, TicketResult) and event.ticket < 0:
+                        failed = failed or not event.ok
+                        seconds.append(event.seconds)
+                    else:
+                        others.append(event)
+            self._events.put(others)
+        return None if failed or not sum(seconds) else count * sizes[group] / sum(seconds)
 
     # ---- for the core ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
     python -m lamella.kvtier.testing.disk_process FOLDER SEED ENGINE [COUNT]
 
-Each line: "ok GROUP KEY"; with COUNT, that many blocks are written, the store is closed and "closed" printed.
+Each line: "ok GROUP KEY"; with COUNT, that many blocks are written, the store is closed and "closed" printed. Which
+blocks it writes, in which order, depends on the seed alone: blocks() knows them, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.jobs import TicketResult
@@ -26,6 +28,17 @@ def block_of(group: int, key: bytes) -> bytes:
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
 
+def blocks(seed: int) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """(group, key, parent) of everything that a process with this seed would write, without end."""
+    rng = random.Random(seed)
+    keys: tuple[list[bytes], list[bytes]] = ([], [])
+    while True:
+        group, key = rng.randrange(2), rng.randbytes(32)
+        parent = rng.choice(keys[group][-8:]) if keys[group] and rng.random() < 0.8 else None
+        keys[group].append(key)
+        yield group, key, parent
+
+
 def open_store(folder: str, engine: str) -> DiskStore:
     return DiskStore(
         folder, fingerprint=FINGERPRINT, capacity_bytes=CAPACITY, engine=engine, rescan_s=0.05, segment_bytes=512 << 10
@@ -35,17 +48,14 @@ def open_store(folder: str, engine: str) -> DiskStore:
 def main() -> None:
     folder, seed, engine = sys.argv[1:4]
     count = int(sys.argv[4]) if len(sys.argv) > 4 else 1 << 60
-    rng = random.Random(seed)
+    stream = blocks(int(seed))
     store = open_store(folder, engine)
     print("opened", flush=True)
     given: dict[int, tuple[int, bytes, bytes]] = {}
-    keys: tuple[list[bytes], list[bytes]] = ([], [])
     ticket = 0
     while ticket < count or given:
         while len(given) < MAX_OPEN and ticket < count:
-            group, key = rng.randrange(2), rng.randbytes(32)
-            parent = rng.choice(keys[group][-8:]) if keys[group] and rng.random() < 0.8 else None
-            keys[group].append(key)
+            group, key, parent = next(stream)
             data = block_of(group, key)
             given[ticket] = (group, key, data)
             store.write(ticket, group, key, parent, memoryview(data))

@@ -1,7 +1,10 @@
 """What a folder's disk gives, through the store and without it: the same blocks, the same depth, in turns.
 
 The peer is fio where it is installed, else a loop over the bare engine: aligned transfers of whole blocks past the page
-cache, without headers, checksums and index.
+cache, without headers, checksums and index. Peers write as a log does, new files in place of old ones: a disk may take
+bytes that replace others much faster than it takes new ones (a virtual one absorbs them in its host's memory), and who
+compared with that would compare two different things. They read the store's own files. Who comes first changes from
+round to round, because a disk that is given a budget is faster at first.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from lamella.kvtier.data.disk.header import PAGE, record_bytes
 from lamella.kvtier.data.disk.plan import SEGMENT_BYTES
@@ -26,6 +30,7 @@ from lamella.kvtier.errors import KvTierError
 from lamella.kvtier.jobs import TicketResult
 from lamella.kvtier.protocols import Disk, DiskOp
 
+_PROBE_BYTES = 32 << 20
 _ROUNDS = 5
 _MIN_BLOCKS = 64
 _FINGERPRINT = b"lamella measures"
@@ -90,14 +95,15 @@ def measure_folder(
             peer_writes: list[Speed] = []
             peer_reads: list[Speed] = []
             slot = seconds / _ROUNDS
-            for _ in range(_ROUNDS):
-                writes.append(bench.write(slot))
-                if peer is not None:
-                    peer_writes.append(peer.write(slot))
-            for _ in range(_ROUNDS):
-                reads.append(bench.read(slot))
-                if peer is not None:
-                    peer_reads.append(peer.read(slot))
+            sides = [(bench, writes, reads), *([(peer, peer_writes, peer_reads)] if peer is not None else [])]
+            for number in range(_ROUNDS):
+                for side, told, _ in sides if number % 2 else sides[::-1]:
+                    told.append(side.write(slot))
+            if peer is not None:
+                peer.files = bench.files()
+            for number in range(_ROUNDS):
+                for side, _, told in sides if number % 2 else sides[::-1]:
+                    told.append(side.read(slot))
             name = bench.engine_name
         finally:
             bench.close()
@@ -117,6 +123,41 @@ def measure_folder(
     )
 
 
+class Probe(NamedTuple):
+    """What reading costs, roughly."""
+
+    bytes_per_s: float
+    """With many blocks under way."""
+    latency_s: float
+    """Of one block alone, beyond what its bytes take at that speed."""
+
+
+def probe_reads(
+    folder: str | os.PathLike[str],
+    block_bytes: int,
+    depth: int = 32,
+    seconds: float = 0.1,
+    engine: str = "auto",
+    max_bytes: int = _PROBE_BYTES,
+) -> Probe | None:
+    """What the cost model needs to know of a folder before anything was read from it, within about three times
+    `seconds`: some blocks are written to a file of their own and read again, past the page cache. None if the folder
+    cannot be written to."""
+    num_blocks = max(1, max_bytes // record_bytes(block_bytes))
+    try:
+        with tempfile.TemporaryDirectory(prefix="measure-", dir=folder) as place:
+            loop = _RawLoop(place, block_bytes, min(depth, num_blocks), num_blocks, engine, num_blocks)
+            try:
+                loop.write(seconds, num_blocks)
+                speed = loop.read(seconds)
+                alone = loop.read(seconds / 4, max_open=1)
+            finally:
+                loop.close()
+    except (KvTierError, OSError):
+        return None
+    return Probe(speed.bytes_per_s, max(0.0, alone.p50_s - block_bytes / speed.bytes_per_s))
+
+
 def _middle(speeds: list[Speed]) -> Speed:
     return Speed(*(median(values) for values in zip(*((s.bytes_per_s, s.p50_s, s.p99_s) for s in speeds))))
 
@@ -133,6 +174,7 @@ class _StoreBench:
         self._block_bytes = block_bytes
         self._depth = depth
         capacity = max(16 << 20, 2 * num_blocks * record_bytes(block_bytes))
+        self._folder = folder
         self._store = DiskStore(folder, fingerprint=_FINGERPRINT, capacity_bytes=capacity, engine=engine, depth=depth)
         self._memory = _blocks(block_bytes, 2 * depth)
         self._num_written = 0
@@ -156,6 +198,14 @@ class _StoreBench:
             self._store.read(ticket, 0, _key(rng.randrange(first, self._num_written)), memory)
 
         return self._drive(begin, seconds, self._depth)
+
+    def files(self) -> list[str]:
+        """The newest sealed ones, as many as read() reads from; all, if that is none."""
+        count = max(1, self._max_blocks * record_bytes(self._block_bytes) // SEGMENT_BYTES)
+        names = sorted(os.listdir(self._folder))
+        sealed = [name for name in names if name.endswith(".kv")][-count:]
+        found = sealed or [name for name in names if name.endswith(".open")]
+        return [os.path.join(self._folder, name) for name in found]
 
     def close(self) -> None:
         self._store.close()
@@ -194,45 +244,63 @@ class _StoreBench:
 
 
 class _RawLoop:
-    """Files as a log has them, because a disk may take new space more slowly than space it has given before."""
-
     name = "raw loop"
 
-    def __init__(self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str) -> None:
+    def __init__(
+        self, folder: str, block_bytes: int, depth: int, num_blocks: int, engine: str, per_file: int = 0
+    ) -> None:
+        """per_file: blocks of one file; 0: as many as a segment has."""
         self._padded = -(-block_bytes // PAGE) * PAGE
+        self._folder = folder
         self._disk: Disk = open_disk(folder, engine, depth)
-        self._per_file = max(1, SEGMENT_BYTES // self._padded)
+        self._per_file = per_file or max(1, SEGMENT_BYTES // self._padded)
         self._max_files = max(2, num_blocks // self._per_file)
-        self._files: deque[str] = deque()
+        self.files: list[str] = []
+        """What read() reads; empty: what write() wrote."""
+        self._written: deque[str] = deque()
         self._num_files = 0
         self._next = self._per_file
         self._memory = _blocks(self._padded, depth)
 
-    def write(self, seconds: float) -> Speed:
+    def write(self, seconds: float, max_count: int | None = None) -> Speed:
         def place() -> tuple[str, int]:
             if self._next == self._per_file:
-                if len(self._files) == self._max_files:
-                    self._disk.remove(self._files.popleft())
-                self._files.append(f"raw{self._num_files}")
+                if len(self._written) == self._max_files:
+                    self._disk.remove(self._written.popleft())
+                self._written.append(f"raw{self._num_files}")
                 self._num_files += 1
-                self._disk.create(self._files[-1], self._per_file * self._padded)
+                self._disk.create(self._written[-1], self._per_file * self._padded)
                 self._next = 0
             self._next += 1
-            return self._files[-1], (self._next - 1) * self._padded
+            return self._written[-1], (self._next - 1) * self._padded
 
-        return self._drive(True, place, seconds)
+        return self._drive(True, place, seconds, max_count=max_count)
 
-    def read(self, seconds: float) -> Speed:
+    def read(self, seconds: float, max_open: int | None = None) -> Speed:
         rng = random.Random(0)
-        places = [(file, n * self._padded) for file in self._files for n in range(self._per_file)]
-        del places[len(places) - (self._per_file - self._next) :]
-        return self._drive(False, lambda: rng.choice(places), seconds)
+        if self.files:
+            places = [
+                (os.path.relpath(file, self._folder), at)
+                for file in self.files
+                for at in range(0, os.path.getsize(file) - self._padded + 1, self._padded)
+            ]
+        else:
+            places = [(file, n * self._padded) for file in self._written for n in range(self._per_file)]
+            del places[len(places) - (self._per_file - self._next) :]
+        return self._drive(False, lambda: rng.choice(places), seconds, max_open)
 
     def close(self) -> None:
         self._disk.close()
 
-    def _drive(self, write: bool, place: Callable[[], tuple[str, int]], seconds: float) -> Speed:
-        free = deque(self._memory)
+    def _drive(
+        self,
+        write: bool,
+        place: Callable[[], tuple[str, int]],
+        seconds: float,
+        max_open: int | None = None,
+        max_count: int | None = None,
+    ) -> Speed:
+        free = deque(self._memory[:max_open])
         started: dict[int, tuple[float, memoryview]] = {}
         latencies: list[float] = []
         op_id = 0
@@ -240,7 +308,7 @@ class _RawLoop:
         while True:
             over = time.perf_counter() - begun_s > seconds
             ops = []
-            while free and not over:
+            while free and not over and op_id != max_count:
                 memory = free.popleft()
                 started[op_id] = (time.perf_counter(), memory)
                 ops.append(DiskOp(op_id, write, *place(), (memory,)))
@@ -265,30 +333,40 @@ class _Fio:
         self._folder = folder
         self._padded = -(-block_bytes // PAGE) * PAGE
         self._depth = depth
-        self._size = num_blocks * self._padded
+        self._num_files = max(1, num_blocks * self._padded // SEGMENT_BYTES)
+        self.files: list[str] = []
+        """What read() reads."""
 
     def write(self, seconds: float) -> Speed:
-        return self._run("write", seconds)
+        options: dict[str, int | str] = {
+            "directory": self._folder,
+            "nrfiles": self._num_files,
+            "filesize": max(1, SEGMENT_BYTES // self._padded) * self._padded,
+            "file_service_type": "sequential",
+            "create_on_open": 1,
+            "unlink": 1,
+            "unlink_each_loop": 1,
+        }
+        return self._run("write", seconds, options)
 
     def read(self, seconds: float) -> Speed:
-        return self._run("randread", seconds)
+        return self._run("randread", seconds, {"filename": ":".join(name.replace(":", r"\:") for name in self.files)})
 
     def close(self) -> None:
         pass
 
-    def _run(self, mode: str, seconds: float) -> Speed:
+    def _run(self, mode: str, seconds: float, more: dict[str, int | str]) -> Speed:
         options = {
-            "name": "peer",
-            "filename": os.path.join(self._folder, "fio"),
+            "name": mode,
             "rw": mode,
             "bs": self._padded,
-            "size": self._size,
             "iodepth": self._depth,
             "ioengine": "io_uring",
             "direct": 1,
             "time_based": 1,
             "runtime": max(1, round(seconds)),
             "output-format": "json",
+            **more,
         }
         command = ["fio", *(f"--{name}={value}" for name, value in options.items())]
         done = subprocess.run(command, capture_output=True, text=True)
