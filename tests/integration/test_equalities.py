@@ -22,11 +22,13 @@ SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=7, max_token
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 LONG = "The following is a list of facts about the sea. " * 8
 
+ALL_DRAFTS = {"enable_adaptive_verification": False}
+"""Every draft is verified, whatever steps take here: so the tests judge the same ones each time."""
 every_drafter = pytest.mark.parametrize(
     "drafts",
     [
-        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
-        {"method": "suffix", "num_speculative_tokens": 8},
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1, **ALL_DRAFTS},
+        {"method": "suffix", "num_speculative_tokens": 8, **ALL_DRAFTS},
     ],
     ids=["ngram", "suffix"],
 )
@@ -105,6 +107,18 @@ def test_speculation_does_not_change_the_answer(
         assert stats.spec_draft_tokens > 0
         assert 0 < stats.spec_accepted_tokens <= stats.spec_draft_tokens
         assert [ids for ids, _ in answers(speculating, prompts, params)] == expected  # drafted from the first answers
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_lengths_that_follow_the_clock_do_not_change_the_answer(
+    smollm2_path: Path, llm: LLM, params: SamplingParams
+) -> None:
+    prompts = [LONG, PROMPTS[2], "one two three one two three one two three one two"]
+    expected = [ids for ids, _ in answers(llm, prompts, params)]
+    drafts = {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 4}
+    with LLM(str(smollm2_path), max_model_len=512, max_num_seqs=4, threads=2, speculative_config=drafts) as adaptive:
+        for _ in range(2):
+            assert [ids for ids, _ in answers(adaptive, prompts, params)] == expected
 
 
 @every_drafter

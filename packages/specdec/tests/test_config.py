@@ -49,8 +49,9 @@ def test_reads_vllms_words_for_suffix_decoding():
         "suffix_decoding_max_spec_factor": 2,
         "suffix_decoding_max_spec_offset": 1.5,
         "suffix_decoding_min_token_prob": 0.25,
+        "enable_adaptive_verification": False,
     }
-    assert parse_speculative_config(options) == SuffixConfig(32, 32, 0, 500, 2.0, 1.5, 0.25)
+    assert parse_speculative_config(options) == SuffixConfig(32, 32, 0, 500, 2.0, 1.5, 0.25, adaptive=False)
 
 
 GOOD = {"method": "ngram", "num_speculative_tokens": 4}
@@ -92,6 +93,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
             {**SUFFIX, "suffix_decoding_max_spec_offset": float("nan")},
             "suffix_decoding_max_spec_offset must be a number",
         ),
+        ({**SUFFIX, "enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
         ({**SUFFIX, "suffix_decoding_min_token_prob": 1.1}, "min_token_prob must be in"),
         ({**SUFFIX, "num_speculative_tokens": 129}, "got 129"),
     ],

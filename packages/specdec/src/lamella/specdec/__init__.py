@@ -9,12 +9,14 @@ from lamella.specdec.config import NgramConfig, SpeculativeConfig, SuffixConfig,
 from lamella.specdec.drafters.ngram import NgramDrafter
 from lamella.specdec.drafters.suffix import SuffixDrafter
 from lamella.specdec.errors import ConfigError, InputError, SpecdecError
+from lamella.specdec.length.adaptive import AdaptiveLength
 from lamella.specdec.length.fixed import FixedLength
 from lamella.specdec.protocols import Drafter, DrafterNeeds, DraftView
 from lamella.specdec.stats import AcceptanceStats
 
 __all__ = [
     "AcceptanceStats",
+    "AdaptiveLength",
     "ConfigError",
     "DraftBatch",
     "DraftView",

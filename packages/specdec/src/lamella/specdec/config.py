@@ -30,7 +30,10 @@ MAX_SPEC = 1000.0
 DEFAULT_TREE_DEPTH = 24
 
 SUPPORTED = '"ngram", "suffix"'
-NGRAM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match")
+ADAPTIVE = "enable_adaptive_verification"
+NGRAM_KEYS = (
+    "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match", ADAPTIVE,
+)  # fmt: skip
 
 SUFFIX_PREFIX = "suffix_decoding_"
 SUFFIX_OPTIONS = (
@@ -38,7 +41,7 @@ SUFFIX_OPTIONS = (
     "min_token_prob",
 )  # fmt: skip
 """Fields of SuffixConfig whose keys have SUFFIX_PREFIX before them."""
-SUFFIX_KEYS = ("method", "num_speculative_tokens", *(SUFFIX_PREFIX + name for name in SUFFIX_OPTIONS))
+SUFFIX_KEYS = ("method", "num_speculative_tokens", ADAPTIVE, *(SUFFIX_PREFIX + name for name in SUFFIX_OPTIONS))
 
 OTHER_METHODS = (
     "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
@@ -50,7 +53,7 @@ OTHER_KEYS = (
     "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len",
     "revision", "code_revision", "draft_load_config", "rejection_sample_method", "draft_sample_method",
     "synthetic_acceptance_rates", "synthetic_acceptance_length", "parallel_drafting",
-    "num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "use_local_argmax_reduction",
+    "num_speculative_tokens_per_batch_size", "use_local_argmax_reduction",
     "use_heterogeneous_vocab", "index_share_for_mtp_iteration", "disable_padded_drafter_batch",
     "disable_eagle_block_drop", "disable_lookahead_block_hashes", "draft_lm_head_quantization", "dspark_draft_topk",
     "xpress_topc",
@@ -70,6 +73,8 @@ class NgramConfig:
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     match: Match = "rightmost"
+    adaptive: bool = True
+    """Verify as many drafts as pay, none included; else all that were found."""
 
     def __post_init__(self) -> None:
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
@@ -102,6 +107,8 @@ class SuffixConfig:
     max_spec_factor: float = 1.0
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
+    adaptive: bool = True
+    """Verify as many drafts as pay, none included; else all that were found."""
 
     def __post_init__(self) -> None:
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
@@ -154,6 +161,7 @@ def _read_ngram(options: Mapping[str, object]) -> SpeculativeConfig:
         prompt_lookup_min=_integer("prompt_lookup_min", shortest),
         prompt_lookup_max=_integer("prompt_lookup_max", longest),
         match=options.get("match", "rightmost"),  # type: ignore[arg-type]  # checked by NgramConfig
+        adaptive=_boolean(ADAPTIVE, options.get(ADAPTIVE, True)),
     )
 
 
@@ -169,7 +177,8 @@ def _read_suffix(options: Mapping[str, object]) -> SpeculativeConfig:
             counts = name in ("max_tree_depth", "max_cached_requests", "max_cached_tokens")
             given[name] = _integer(key, options[key]) if counts else _number(key, options[key])
     num_drafts = _integer("num_speculative_tokens", options.get("num_speculative_tokens", depth))
-    return SuffixConfig(num_drafts, **given)  # type: ignore[arg-type]  # ints where _integer read them
+    adaptive = _boolean(ADAPTIVE, options.get(ADAPTIVE, True))
+    return SuffixConfig(num_drafts, adaptive=adaptive, **given)  # type: ignore[arg-type]  # ints where _integer read
 
 
 def _check_keys(options: Mapping[str, object], method: str, keys: tuple[str, ...]) -> None:
@@ -206,6 +215,12 @@ def _method(options: Mapping[str, object]) -> object:
 def _integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
+    return value
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
     return value
 
 
