@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lamella.engine import LLM, SamplingParams
@@ -20,6 +21,17 @@ from lamella.runner_v2.testing.tiny_models import write_folder
 SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 LONG = "The following is a list of facts about the sea. " * 8
+
+ALL_DRAFTS = {"enable_adaptive_verification": False}
+"""Every draft is verified, whatever steps take here: so the tests judge the same ones each time."""
+every_drafter = pytest.mark.parametrize(
+    "drafts",
+    [
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1, **ALL_DRAFTS},
+        {"method": "suffix", "num_speculative_tokens": 8, **ALL_DRAFTS},
+    ],
+    ids=["ngram", "suffix"],
+)
 
 
 def answers(
@@ -76,8 +88,11 @@ def test_chunks_do_not_change_the_answer(smollm2_path: Path, llm: LLM) -> None:
         assert answers(chunked, [LONG], GREEDY) == expected
 
 
+@every_drafter
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_speculation_does_not_change_the_answer(smollm2_path: Path, llm: LLM, params: SamplingParams) -> None:
+def test_speculation_does_not_change_the_answer(
+    smollm2_path: Path, llm: LLM, params: SamplingParams, drafts: dict[str, Any]
+) -> None:
     prompts = [LONG, PROMPTS[2], PROMPTS[10], "one two three one two three one two three one two"]
     expected = [ids for ids, _ in answers(llm, prompts, params)]
     with LLM(
@@ -85,17 +100,70 @@ def test_speculation_does_not_change_the_answer(smollm2_path: Path, llm: LLM, pa
         max_model_len=512,
         max_num_seqs=4,
         threads=2,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 4,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
+        speculative_config=drafts,
     ) as speculating:
         assert [ids for ids, _ in answers(speculating, prompts, params)] == expected
         stats = speculating.stats()
         assert stats.spec_draft_tokens > 0
         assert 0 < stats.spec_accepted_tokens <= stats.spec_draft_tokens
+        assert [ids for ids, _ in answers(speculating, prompts, params)] == expected  # drafted from the first answers
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_lengths_that_follow_the_clock_do_not_change_the_answer(
+    smollm2_path: Path, llm: LLM, params: SamplingParams
+) -> None:
+    prompts = [LONG, PROMPTS[2], "one two three one two three one two three one two"]
+    expected = [ids for ids, _ in answers(llm, prompts, params)]
+    drafts = {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_spec_factor": 4}
+    with LLM(str(smollm2_path), max_model_len=512, max_num_seqs=4, threads=2, speculative_config=drafts) as adaptive:
+        for _ in range(2):
+            assert [ids for ids, _ in answers(adaptive, prompts, params)] == expected
+
+
+@every_drafter
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_speculation_beside_prefix_hits_chunks_and_preemption(
+    smollm2_path: Path, llm: LLM, params: SamplingParams, drafts: dict[str, Any]
+) -> None:
+    prompts = [p + " " + LONG for p in PROMPTS[:5]] + ["one two three one two three one two three one two"]
+    params = msgspec.structs.replace(params, max_tokens=60)
+    expected = [ids for ids, _ in answers(llm, prompts, params)]
+    with LLM(
+        str(smollm2_path),
+        max_model_len=256,
+        max_num_seqs=6,
+        threads=2,
+        max_num_batched_tokens=48,  # chunks beside drafts
+        kv_cache_memory=11_000_000,  # for about three of the six
+        speculative_config=drafts,
+    ) as small:
+        assert [ids for ids, _ in answers(small, prompts, params)] == expected
+        for i in (4, 4):  # behind a cached prefix, at least the second time
+            assert answers(small, [prompts[i]], params)[0][0] == expected[i]
+        stats = small.stats()
+        assert stats.preemptions > 0
+        assert stats.prefix_hits > 0
+        assert stats.spec_accepted_tokens > 0
+
+
+@every_drafter
+def test_a_sequence_ends_inside_its_drafts(smollm2_path: Path, llm: LLM, drafts: dict[str, Any]) -> None:
+    """Stop ids, stop strings, min_tokens and the length, at every place of a text that repeats itself."""
+    prompt = "one two three one two three one two three one two"
+    (ids, _), *_ = answers(llm, [prompt], GREEDY)
+    limits: list[dict[str, Any]] = [{"ignore_eos": True, "max_tokens": end} for end in range(7, 12)]
+    limits += [{"max_tokens": 24, "stop_token_ids": [ids[end]], "min_tokens": end - 2} for end in range(7, 12)]
+    limits += [{"max_tokens": 24, "stop": [" three one two"], "min_tokens": end} for end in (6, 9)]
+    params = [SamplingParams(temperature=0.0, **limit) for limit in limits]
+
+    def ends(engine: LLM) -> list[tuple[str, str | None, list[int]]]:
+        results = engine.generate([prompt] * len(params), params)
+        return [(o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].token_ids) for o in results]
+
+    with LLM(str(smollm2_path), max_model_len=256, max_num_seqs=8, threads=2, speculative_config=drafts) as drafting:
+        assert ends(drafting) == ends(llm)
+        assert drafting.stats().spec_accepted_tokens > 0
 
 
 def test_sequences_of_a_request_are_those_of_single_requests(llm: LLM) -> None:

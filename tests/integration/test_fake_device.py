@@ -49,6 +49,7 @@ ROOMY = 8 * MAX_ROWS
 TIGHT = 9
 """Blocks of 16 tokens for about a quarter of MAX_ROWS sequences."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 6}
 
 
 class RowByRow:
@@ -342,15 +343,16 @@ def test_traffic_gets_what_single_requests_get(folder: Path, family: str) -> Non
         single.check_empty()
 
 
+@pytest.mark.parametrize("drafts", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_speculation_gives_the_same_ids(folder: Path, family: str) -> None:
-    """Greedy, with the n-gram drafter and without it, together and alone."""
+def test_speculation_gives_the_same_ids(folder: Path, family: str, drafts: dict[str, Any]) -> None:
+    """Greedy, with a host-side drafter and without it, together and alone."""
     rng = random.Random(9)
     pattern = [rng.randrange(5, 300) for _ in range(6)]
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     biased = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias=dict.fromkeys(pattern, 5.0))
     asked = [(pattern * 5, greedy), (pattern * 3 + [9], biased), ([7, 8], greedy), (pattern * 4, biased), ([5], greedy)]
-    with served(folder / family, depth=1, speculative=NGRAM) as drafting:
+    with served(folder / family, depth=1, speculative=drafts) as drafting:
         requests = [request_of(drafting, f"r{i}", prompt, params) for i, (prompt, params) in enumerate(asked)]
         for request in requests:
             drafting.add(request)

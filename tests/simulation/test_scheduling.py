@@ -59,11 +59,16 @@ class World:
     tiers: TierPlan | None = None
     faults: Faults = field(default_factory=Faults)
     patience_s: float = 0.0
+    draft_costs: tuple[tuple[int, float], ...] | None = None
 
     @staticmethod
     def draw(rng: random.Random, scale: int) -> World:
         """scale: 1 for small worlds. A world without tiers does not depend on whether others have some."""
         world = World._draw(rng, scale)
+        # the share of a plain step that a draft costs; of the worlds' numbers, so that no other draw changes
+        costs = (None, (0.001, 0.3, 0.7)[world.max_model_len % 3])[world.num_requests % 2]
+        if costs is not None:
+            world = replace(world, draft_costs=((1, 1.0), (2, 1.0 + costs)))
         if rng.random() < 0.5:
             return world
         num_slots = rng.choice((1, 3, 8, 30 * scale))
@@ -262,6 +267,7 @@ class Simulation:
                 policy=world.policy,
                 prefix_caching=world.prefix_caching,
                 token_cost=world.token_cost,
+                draft_costs=world.draft_costs,
                 tiers=world.tiers,
                 patience=lambda _: world.patience_s,
             ),

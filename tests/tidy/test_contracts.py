@@ -60,6 +60,7 @@ BREAKS = [
     ("kvtier-control", "kvtier/control/manager.py", "import time"),
     ("kvtier-control", "kvtier/keys.py", "import torch"),  # through what control imports
     ("specdec-host", "specdec/drafters/ngram.py", "import torch"),
+    ("specdec-host", "specdec/drafters/suffix_index.py", "import random"),
     ("specdec-host", "specdec/batch.py", "import torch"),
     ("specdec-host", "specdec/length/fixed.py", "import random"),
     ("scheduler", "engine/scheduler/scheduler.py", "import asyncio"),

@@ -80,6 +80,7 @@ class TestDrafts:
         rows = [hand.add(prompt, GREEDY) for prompt in PROMPTS]
         hand.step({row: len(hand.ids[row]) for row in rows}, propose=3)
         assert hand.outputs[-1].num_drafts == [1, 1, 1]
+        assert hand.outputs[-1].draft_ids == [expected[row][len(prompt) + 1] for row, prompt in enumerate(PROMPTS)]
         hand.num_drafts = dict.fromkeys(rows, 3)
         output = hand.step(dict.fromkeys(rows, 1), propose=3)
         assert output.num_tokens == [2, 2, 2]

@@ -61,6 +61,9 @@ def test_calls(worker: Worker) -> None:
     assert 0 < worker.call("measure_prefill", num_tokens=16, context_len=241) < 10
     with pytest.raises(ConfigError, match="16 tokens has 0 to 241 before it, not 242"):
         worker.call("measure_prefill", num_tokens=16, context_len=242)
+    assert 0 < worker.call("measure_prefill", num_tokens=16, num_logits=16) < 10
+    with pytest.raises(ConfigError, match="has 1 to 16 logits, not 17"):
+        worker.call("measure_prefill", num_tokens=16, num_logits=17)
     with pytest.raises(ConfigError, match="knows no operation 'sleep'; it knows stats"):
         worker.call("sleep")
 

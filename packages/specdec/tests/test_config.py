@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lamella.specdec import ConfigError, NgramConfig, parse_speculative_config
+from lamella.specdec import ConfigError, NgramConfig, SuffixConfig, parse_speculative_config
 from lamella.specdec.config import OTHER_KEYS, OTHER_METHODS
 
 
@@ -38,7 +38,24 @@ def test_match_chooses_the_occurrence():
     assert config.match == "earliest"
 
 
+def test_reads_vllms_words_for_suffix_decoding():
+    config = parse_speculative_config({"method": "suffix", "num_speculative_tokens": 8})
+    assert config == SuffixConfig(8, 24, 10_000, 1_000_000, 1.0, 0.0, 0.1)
+    options = {
+        "method": "suffix",
+        "suffix_decoding_max_tree_depth": 32,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_cached_tokens": 500,
+        "suffix_decoding_max_spec_factor": 2,
+        "suffix_decoding_max_spec_offset": 1.5,
+        "suffix_decoding_min_token_prob": 0.25,
+        "enable_adaptive_verification": False,
+    }
+    assert parse_speculative_config(options) == SuffixConfig(32, 32, 0, 500, 2.0, 1.5, 0.25, adaptive=False)
+
+
 GOOD = {"method": "ngram", "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +78,24 @@ GOOD = {"method": "ngram", "num_speculative_tokens": 4}
         ({**GOOD, "prompt_lookup_min": 0, "prompt_lookup_max": 5}, "prompt_lookup_min must be in"),
         ({**GOOD, "match": "leftmost"}, "match must be"),
         ({**GOOD, "match": 3}, "match must be"),
+        ({**GOOD, "suffix_decoding_max_tree_depth": 9}, "'suffix_decoding_max_tree_depth' is not supported with"),
+        ({**SUFFIX, "prompt_lookup_max": 3}, "'prompt_lookup_max' is not supported with method \"suffix\""),
+        ({**SUFFIX, "quantization": "fp8"}, "'quantization' is not supported with method \"suffix\""),
+        ({**SUFFIX, "suffix_decoding_depth": 3}, "unknown key 'suffix_decoding_depth'"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 1}, r"max_tree_depth must be in \[2, 128\], got 1"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 4.0}, "suffix_decoding_max_tree_depth must be an integer"),
+        ({**SUFFIX, "suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be in"),
+        ({**SUFFIX, "suffix_decoding_max_cached_tokens": 0}, "max_cached_tokens must be in"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": "1"}, "suffix_decoding_max_spec_factor must be a number"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": -0.5}, "max_spec_factor must be in"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": 0}, "allow no draft"),
+        (
+            {**SUFFIX, "suffix_decoding_max_spec_offset": float("nan")},
+            "suffix_decoding_max_spec_offset must be a number",
+        ),
+        ({**SUFFIX, "enable_adaptive_verification": 1}, "enable_adaptive_verification must be true or false, got 1"),
+        ({**SUFFIX, "suffix_decoding_min_token_prob": 1.1}, "min_token_prob must be in"),
+        ({**SUFFIX, "num_speculative_tokens": 129}, "got 129"),
     ],
 )
 def test_mistakes_are_named(value, message):

@@ -13,6 +13,7 @@ from lamella.runner_v2.protocols import Speculator, SpecView
 from lamella.specdec.testing import ScriptedDrafter, ScriptedModel
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 
 
 def view(*rows: list[int], first_row: int = 0, generation: int = 0) -> SpecView:
@@ -64,10 +65,11 @@ def test_verify_judges_each_kind_of_row():
     assert verdict.next_ids.tolist() == [1, 9, -1, 4, 3]
 
 
-def test_batched_decoding_gives_each_row_its_own_plain_output():
+@pytest.mark.parametrize("config", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+def test_batched_decoding_gives_each_row_its_own_plain_output(config):
     """A loop as the runner's: several rows, every logits row sampled, verified in one call."""
     model = ScriptedModel(5, seed=1, memory=1)
-    speculator = from_config(NGRAM)
+    speculator = from_config(config)
     prompts, goal = [[0, 1], [2], [3, 3, 3]], 30
     expected = []
     for seed, prompt in enumerate(prompts):

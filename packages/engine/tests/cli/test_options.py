@@ -47,6 +47,7 @@ ENGINE = {
     "bench_latency": LOADING | {"enable_prefix_caching"},
     "bench_throughput": LOADING | {"enable_prefix_caching"},
     "bench_serve": set(),
+    "bench_spec": LOADING - {"speculative_config"} | {"chat_template", "enable_prefix_caching"},
 }
 SERVER = {"serve": {field.name for field in dataclasses.fields(ServeOptions)}}
 """All of them belong to the one command that has a server."""
@@ -66,6 +67,7 @@ OWN = {
         "base_url", "model", "api_key", "num_prompts", "max_concurrency", "request_rate", "input_len", "output_len",
         "stream", "seed",
     },
+    "bench_spec": {"workload", "methods", "config", "num_speculative_tokens", "output_len", "rounds", "target"},
 }  # fmt: skip
 """Those that belong to one command; a model's seed and a request's share a flag."""
 
@@ -150,16 +152,20 @@ WORDS = {
     "inspect": (),
     "bench_latency": ("--input-len", "4", "--output-len", "2", "--num-iters", "1", "--num-iters-warmup", "0"),
     "bench_throughput": ("--num-prompts", "2", "--input-len", "4", "--output-len", "2"),
+    "bench_spec": ("--workload", "WORKLOAD", "--output-len", "2", "--rounds", "1", "--methods", "ngram"),
 }
 
 
 @pytest.mark.parametrize("command", WORDS)
 def test_what_a_command_offers_is_read_when_it_runs(
-    command: str, tiny: str, reads: Reads, monkeypatch: pytest.MonkeyPatch
+    command: str, tiny: str, reads: Reads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    workload = tmp_path / "w.jsonl"
+    workload.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     lines = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    read = run(command, tiny, *WORDS[command], *SMALL, "--max-model-len", "64")
+    words = [str(workload) if word == "WORKLOAD" else word for word in WORDS[command]]
+    read = run(command, tiny, *words, *SMALL, "--max-model-len", "64")
     assert ENGINE[command] - reads.names == set()
     assert OWN[command] - read == set()
 

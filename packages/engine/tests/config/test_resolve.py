@@ -196,6 +196,9 @@ def test_given_token_budget_needs_no_measurement() -> None:
 
 def test_speculation_bounds_are_checked() -> None:
     assert resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).runner.max_num_drafts == 3
+    assert resolved(speculative_config={"method": "suffix"}).adaptive_drafts
+    assert not resolved(speculative_config={"method": "suffix", "enable_adaptive_verification": False}).adaptive_drafts
+    assert not resolved().adaptive_drafts
     with pytest.raises(StartError, match="num_speculative_tokens"):
         resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 0})
     with pytest.raises(StartError, match="unknown key 'surprise'"):

@@ -305,6 +305,40 @@ def test_drafts_are_verified_and_bounded_by_what_is_left(rig: MakeRig, ids: Ids)
     assert stats.generation_tokens == 30
 
 
+def test_drafts_are_verified_where_they_pay(rig: MakeRig, ids: Ids) -> None:
+    """About every third of the fake runner's drafts is wrong: that pays where they are free, not where they cost."""
+    num_drafts = {}
+    for name, costs in {"free": [(1, 1.0), (8, 1.001)], "dear": [(1, 1.0), (2, 1.9)], "all": None}.items():
+        r = rig(max_num_drafts=3, draft_costs=costs)
+        request = r.add([1] * 7, max_tokens=40)
+        told: list[Delta] = []
+        while r.scheduler.has_work:
+            held = r.books.decoding[0].held_drafts if r.books.decoding else 0
+            step = r.plan()
+            if step.work is not None:
+                assert step.work.verify_lens[0] <= held
+                assert step.work.query_lens[0] == (7 if not step.step_id else 1 + step.work.verify_lens[0])
+            told += r.commit()
+        assert ids(told) == r.runner.model.generate(request.prompt_ids, GREEDY, 40)
+        stats = r.scheduler.snapshot()
+        num_drafts[name] = stats.spec_draft_tokens
+        assert stats.spec_accepted_tokens == 40 - stats.steps
+    assert num_drafts["free"] > 0.8 * num_drafts["all"]
+    assert num_drafts["dear"] == 0
+
+
+def test_streaks_follow_drafts_that_are_not_verified(rig: MakeRig) -> None:
+    r = rig(max_num_drafts=3, draft_costs=[(1, 1.0), (2, 9.0)])
+    r.add([1] * 7, max_tokens=40)
+    streaks = set()
+    while r.scheduler.has_work:
+        r.plan()
+        r.commit()
+        streaks.update(s.streak for s in r.books.decoding)
+    assert r.scheduler.snapshot().spec_draft_tokens == 0
+    assert max(streaks) > 1
+
+
 def test_drafts_never_cost_a_row_its_token(rig: MakeRig) -> None:
     r = rig(max_num_drafts=3, max_num_seqs=4, max_num_batched_tokens=6)
     for n in range(4):

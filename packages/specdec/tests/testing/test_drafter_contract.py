@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from lamella.specdec import InputError, NgramConfig, NgramDrafter, Rows
+from lamella.specdec import InputError, NgramConfig, NgramDrafter, Rows, SuffixConfig, SuffixDrafter
 from lamella.specdec.drafters.ngram_index import ReferenceNgramIndex
+from lamella.specdec.drafters.suffix import index_arguments
+from lamella.specdec.drafters.suffix_index import ReferenceSuffixIndex
 from lamella.specdec.protocols import Drafter
 from lamella.specdec.testing import ScriptedDrafter
+
+SUFFIX = SuffixConfig(3, max_spec_factor=3.0, max_cached_requests=0)  # what others said would be drafted too
 
 MAKERS = {
     "ngram": lambda: NgramDrafter(NgramConfig(3, 1, 2)),
     "ngram reference": lambda: NgramDrafter(NgramConfig(3, 1, 2), ReferenceNgramIndex(1, 2, False)),
+    "suffix": lambda: SuffixDrafter(SUFFIX),
+    "suffix reference": lambda: SuffixDrafter(SUFFIX, ReferenceSuffixIndex(*index_arguments(SUFFIX))),
     "scripted": lambda: ScriptedDrafter(lambda ids: [7] * 9, 3),
 }
 

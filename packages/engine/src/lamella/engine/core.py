@@ -48,6 +48,8 @@ class CoreOptions:
     num_blocks: tuple[int, ...]
     """Blocks per group on each rank, the null block included."""
     max_num_drafts: int = 0
+    draft_costs: Sequence[tuple[int, float]] | None = None
+    """(tokens, seconds) of steps: verify as many drafts as pay by it. None: all."""
     token_cost: TokenCost = FLAT
     """How much longer a token takes in a long context; the scheduler cuts chunks by it."""
     policy: PolicyName = "fcfs"
@@ -99,6 +101,7 @@ class EngineCore:
             policy=options.policy,
             prefix_caching=options.prefix_caching,
             max_num_drafts=options.max_num_drafts,
+            draft_costs=options.draft_costs,
             lookahead=report.lookahead,
             patience=options.patience,
         )

@@ -96,6 +96,7 @@ class Sequence:
         "cached_len",
         "chain",
         "computed_len",
+        "draft_ids",
         "drafts",
         "eos_ids",
         "first_step_s",
@@ -125,6 +126,7 @@ class Sequence:
         "started",
         "state",
         "stops",
+        "streak",
         "suspect",
         "tiers_settled",
     )
@@ -163,6 +165,10 @@ class Sequence:
         """Most drafts that the row can hold when the next step begins."""
         self.held_drafts = 0
         """Drafts that it really held after the last committed step."""
+        self.draft_ids: list[int] = []
+        """Their ids, where lengths are adaptive and the runner told them."""
+        self.streak = 0
+        """How many of its latest drafts in a row were what the target said, verified or not."""
         self.last_step = NO_STEP
         """Last step it was planned into."""
         self.ghost = False
@@ -214,14 +220,16 @@ class Sequence:
         self.generation = generation
         self.computed_len = self.reach = cached_len
         self.room = room
-        self.drafts = self.held_drafts = 0
+        self.drafts = self.held_drafts = self.streak = 0
+        self.draft_ids = []
 
     def leave(self, state: State) -> None:
         """Row and blocks are gone; ids stay."""
         self.move_to(state)
         self.row = NO_ROW
         self.computed_len = self.reach = self.room = 0
-        self.drafts = self.held_drafts = 0
+        self.drafts = self.held_drafts = self.streak = 0
+        self.draft_ids = []
         self.tiers_settled = self.suspect = False
         self.asked_at = -1
         self.room_from_s = NEVER

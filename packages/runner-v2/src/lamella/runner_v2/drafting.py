@@ -7,6 +7,7 @@ step n + 1         [last, d1 .. dk] computed         verify(ids chosen at each o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from lamella.runner_v2.batch import BatchLayout
 from lamella.runner_v2.errors import ConfigError, UnsupportedError
 from lamella.runner_v2.protocols import SpecNeeds, Speculator, SpecView
 from lamella.runner_v2.state import SequenceState
+
+
+class Held(NamedTuple):
+    """Drafts that the rows of a step hold behind it."""
+
+    lens: list[int]
+    ids: list[int] | None
+    """Row after row; None: they lie on the device only."""
 
 
 class Drafting:
@@ -52,10 +61,10 @@ class Drafting:
 
     def draft(
         self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int], skip: bool
-    ) -> list[int] | None:
+    ) -> Held | None:
         """Show the speculator what the step emitted, and let it propose.
 
-        Returns how many drafts each row now holds; None: none anywhere.
+        Returns what each row now holds; None: none anywhere.
         """
         view = self._view(layout, num_tokens, token_ids)
         self._speculator.observe(view)
@@ -69,7 +78,12 @@ class Drafting:
         sampled = layout.device_sampled
         self._state.put_drafts(layout.device_rows[sampled], drafts.ids.to(sampled.device)[sampled])
         held = [min(length, limit) for length, limit in zip(drafts.lens, wanted, strict=True)]
-        return held if any(held) else None
+        if not any(held):
+            return None
+        if not self.needs.host_ids:
+            return Held(held, None)
+        ids = [token_id for row, length in zip(drafts.ids.tolist(), held) for token_id in row[:length]]
+        return Held(held, ids)
 
     def _view(self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int]) -> SpecView:
         rows, ids = layout.work.rows, self._state.host_ids

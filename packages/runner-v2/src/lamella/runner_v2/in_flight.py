@@ -43,14 +43,13 @@ def failures(host: HostResult, layout: BatchLayout) -> dict[int, int]:
 def in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
     """The output with its rows where the scheduler had them. order: place in Work of each row of the output."""
     back = np.argsort(order).tolist()
-    ends = np.cumsum(output.num_tokens).tolist()
-    spans = [(ends[i] - output.num_tokens[i], ends[i]) for i in back]
 
     def moved(values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in back]
 
-    def joined(values: Sequence[Any]) -> list[Any]:
-        return [value for start, end in spans for value in values[start:end]]
+    def joined(values: Sequence[Any], counts: Sequence[int] = output.num_tokens) -> list[Any]:
+        ends = np.cumsum(counts).tolist()
+        return [value for i in back for value in values[ends[i] - counts[i] : ends[i]]]
 
     return output._replace(
         rows=tuple(moved(output.rows)),
@@ -58,5 +57,6 @@ def in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
         num_tokens=moved(output.num_tokens),
         token_ids=joined(output.token_ids),
         num_drafts=None if output.num_drafts is None else moved(output.num_drafts),
+        draft_ids=None if output.draft_ids is None else joined(output.draft_ids, output.num_drafts or ()),
         logprobs=None if output.logprobs is None else joined(output.logprobs),
     )

@@ -23,7 +23,7 @@ _CONTEXT_TOKENS = 1024
 
 
 class PrefillProfile(NamedTuple):
-    """Seconds of one prompt chunk, the logits of its last token included."""
+    """Seconds of one prompt chunk, the logits of its last tokens included."""
 
     num_tokens: int
     seconds: float
@@ -34,12 +34,13 @@ class PrefillProfile(NamedTuple):
 
 @torch.inference_mode()
 def profile_prefill(
-    assembly: Assembly, num_tokens: int, device: str, *, context_len: int = 0, num_runs: int = 2
+    assembly: Assembly, num_tokens: int, device: str, *, context_len: int = 0, num_logits: int = 1, num_runs: int = 2
 ) -> PrefillProfile:
-    """The fastest of some runs over so many tokens of a prompt, behind context_len tokens of it. Touches no row and no
-    allocated cache. The context's table names a few blocks over and over: what they hold does not change the time.
+    """The fastest of some runs over so many tokens of a prompt, behind context_len tokens of it, with the logits of the
+    last num_logits. Touches no row and no allocated cache. The context's table names a few blocks over and over: what
+    they hold does not change the time.
 
-    ConfigError if a step cannot have so many tokens, or a sequence so many.
+    ConfigError if a step cannot have so many tokens, or a sequence so many, or a chunk so many logits.
     """
     limits = assembly.backend.limits
     most = min(limits.max_num_tokens, limits.max_model_len)
@@ -49,6 +50,8 @@ def profile_prefill(
         raise ConfigError(
             f"a chunk of {num_tokens} tokens has 0 to {limits.max_model_len - num_tokens} before it, not {context_len}"
         )
+    if not 0 < num_logits <= num_tokens:
+        raise ConfigError(f"a chunk of {num_tokens} tokens has 1 to {num_tokens} logits, not {num_logits}")
     num_groups, block_size = len(assembly.groups), limits.block_size
     num_before = context_len // block_size
     num_own = blocks_for(context_len + num_tokens, block_size) - num_before
@@ -59,10 +62,11 @@ def profile_prefill(
     table = torch.cat([torch.arange(num_before) % max(1, repeated) + 1, torch.arange(num_own) + 1 + repeated])
     ids = spread_ids(num_tokens, assembly.config.vocab_size).to(device)
     batch = chunk_batch(ids, context_len, table.int().to(device), block_size, num_groups)
+    logits_idx = torch.arange(num_tokens - num_logits, num_tokens, device=batch.logits_idx.device)
     profiles = []
     for _ in range(num_runs):
         plans = tuple(assembly.backend.backend.plan(batch, g) for g in range(num_groups))
-        profiles.append(_run(assembly, ModelInput(batch.token_ids, batch.positions, plans, caches), batch.logits_idx))
+        profiles.append(_run(assembly, ModelInput(batch.token_ids, batch.positions, plans, caches), logits_idx))
     return min(profiles, key=lambda profile: profile.seconds)
 
 

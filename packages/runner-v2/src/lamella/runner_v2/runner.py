@@ -425,9 +425,9 @@ class ModelRunner:
                 self._state.commit(sampled_rows, layout.verify_lens[layout.sampled] - host.num_accepted)
             self._tell(pending, num_tokens, token_ids)
         counts = num_tokens.tolist()
-        num_drafts = None
+        held = None
         if self._drafting is not None and layout.num_rows:
-            num_drafts = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
+            held = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
         by_row = [(int(layout.rows[layout.sampled[i]]), status) for i, status in sorted(failed.items())]
         output = StepOutput(
             step_id=step.step_id,
@@ -435,7 +435,8 @@ class ModelRunner:
             generations=tuple(pending.generations),
             num_tokens=counts,
             token_ids=token_ids,
-            num_drafts=num_drafts,
+            num_drafts=None if held is None else held.lens,
+            draft_ids=None if held is None else held.ids,
             logprobs=logprobs,
             prompt_logprobs=pending.prompt_logprobs,
             failed=tuple((row, REASONS[status]) for row, status in by_row),

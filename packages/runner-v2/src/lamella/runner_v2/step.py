@@ -146,6 +146,8 @@ class StepOutput(NamedTuple):
     """Emitted ids of all rows, one after another."""
     num_drafts: list[int] | None = None
     """Drafts that each row now holds for its next step; None: none anywhere."""
+    draft_ids: list[int] | None = None
+    """Their ids, row after row, where the drafter works on the host; None: not known here."""
     logprobs: list[TokenLogprobs | None] | None = None
     """Per emitted id."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None

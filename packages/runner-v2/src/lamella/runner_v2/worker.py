@@ -96,8 +96,9 @@ class Worker:
         stats()                       totals since open, and memory
         explain()                     op table, attention backend, KV groups, what the device recorded
         profile(num_tokens)           seconds of a prompt chunk, by part
-        measure_prefill(num_tokens, context_len)
-                                      seconds of a prompt chunk behind so many tokens
+        measure_prefill(num_tokens, context_len, num_logits)
+                                      seconds of a prompt chunk behind so many tokens, with the logits of its last
+                                      num_logits tokens
 
         ConfigError for an unknown operation.
         """
@@ -143,5 +144,6 @@ class Worker:
     def _profile(self, num_tokens: int = 512) -> dict[str, Any]:
         return profile_prefill(self.runner.assembly, num_tokens, self.config.device)._asdict()
 
-    def _measure_prefill(self, num_tokens: int = 512, context_len: int = 0) -> float:
-        return profile_prefill(self.runner.assembly, num_tokens, self.config.device, context_len=context_len).seconds
+    def _measure_prefill(self, num_tokens: int = 512, context_len: int = 0, num_logits: int = 1) -> float:
+        assembly, device = self.runner.assembly, self.config.device
+        return profile_prefill(assembly, num_tokens, device, context_len=context_len, num_logits=num_logits).seconds

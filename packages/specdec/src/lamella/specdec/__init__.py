@@ -5,15 +5,18 @@ Importing this package needs nothing but Python. `lamella.specdec.verify.greedy`
 """
 
 from lamella.specdec.batch import DraftBatch, Rows, Verdict
-from lamella.specdec.config import NgramConfig, parse_speculative_config
+from lamella.specdec.config import NgramConfig, SpeculativeConfig, SuffixConfig, parse_speculative_config
 from lamella.specdec.drafters.ngram import NgramDrafter
+from lamella.specdec.drafters.suffix import SuffixDrafter
 from lamella.specdec.errors import ConfigError, InputError, SpecdecError
+from lamella.specdec.length.adaptive import AdaptiveLength
 from lamella.specdec.length.fixed import FixedLength
 from lamella.specdec.protocols import Drafter, DrafterNeeds, DraftView
 from lamella.specdec.stats import AcceptanceStats
 
 __all__ = [
     "AcceptanceStats",
+    "AdaptiveLength",
     "ConfigError",
     "DraftBatch",
     "DraftView",
@@ -25,6 +28,9 @@ __all__ = [
     "NgramDrafter",
     "Rows",
     "SpecdecError",
+    "SpeculativeConfig",
+    "SuffixConfig",
+    "SuffixDrafter",
     "Verdict",
     "parse_speculative_config",
 ]

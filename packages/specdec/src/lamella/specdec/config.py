@@ -1,13 +1,16 @@
 """Options of speculative decoding, in the words of vLLM's `--speculative-config`.
 
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24}
 
-Every key is used or refused by name: nothing is accepted and ignored. `match` is our own key.
+Every key is used or refused by name: nothing is accepted and ignored. Our own keys are `match`,
+`suffix_decoding_max_spec_offset` and `suffix_decoding_max_cached_tokens`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,11 +22,29 @@ Match = Literal["rightmost", "earliest"]
 MAX_DRAFTS = 128
 MAX_LOOKUP = 64
 DEFAULT_LOOKUP = 5
+MAX_TREE_DEPTH = 128
+MAX_CACHED_REQUESTS = 2**31 - 1
+MAX_CACHED_TOKENS = 50_000_000
+"""The native trees number their nodes in 32 bits, and an id may need MAX_TREE_DEPTH / 2 of them."""
+MAX_SPEC = 1000.0
+DEFAULT_TREE_DEPTH = 24
 
-NGRAM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match")
+SUPPORTED = '"ngram", "suffix"'
+ADAPTIVE = "enable_adaptive_verification"
+NGRAM_KEYS = (
+    "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match", ADAPTIVE,
+)  # fmt: skip
+
+SUFFIX_PREFIX = "suffix_decoding_"
+SUFFIX_OPTIONS = (
+    "max_tree_depth", "max_cached_requests", "max_cached_tokens", "max_spec_factor", "max_spec_offset",
+    "min_token_prob",
+)  # fmt: skip
+"""Fields of SuffixConfig whose keys have SUFFIX_PREFIX before them."""
+SUFFIX_KEYS = ("method", "num_speculative_tokens", ADAPTIVE, *(SUFFIX_PREFIX + name for name in SUFFIX_OPTIONS))
 
 OTHER_METHODS = (
-    "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
+    "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
     "custom_class", "extract_hidden_states",
 )  # fmt: skip
 """Names of methods that exist elsewhere."""
@@ -32,7 +53,7 @@ OTHER_KEYS = (
     "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len",
     "revision", "code_revision", "draft_load_config", "rejection_sample_method", "draft_sample_method",
     "synthetic_acceptance_rates", "synthetic_acceptance_length", "parallel_drafting",
-    "num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "use_local_argmax_reduction",
+    "num_speculative_tokens_per_batch_size", "use_local_argmax_reduction",
     "use_heterogeneous_vocab", "index_share_for_mtp_iteration", "disable_padded_drafter_batch",
     "disable_eagle_block_drop", "disable_lookahead_block_hashes", "draft_lm_head_quantization", "dspark_draft_topk",
     "xpress_topc",
@@ -52,6 +73,8 @@ class NgramConfig:
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     match: Match = "rightmost"
+    adaptive: bool = True
+    """Verify as many drafts as pay, none included; else all that were found."""
 
     def __post_init__(self) -> None:
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
@@ -65,35 +88,106 @@ class NgramConfig:
             raise ConfigError(f'match must be "rightmost" or "earliest", got {self.match!r}')
 
 
-def parse_speculative_config(value: str | Mapping[str, object]) -> NgramConfig:
+@dataclass(frozen=True, slots=True)
+class SuffixConfig:
+    """Drafts what most often followed the sequence's end, in the sequence itself and in finished outputs.
+
+    A match is a run of up to max_tree_depth - 1 ids at the sequence's end that occurred before. Behind it at most
+    match length · max_spec_factor + max_spec_offset ids are drafted, within max_tree_depth ids together with the match,
+    and as long as the product of their frequencies is at least min_token_prob. Of all matches the one counts whose
+    products sum to most.
+
+    Finished outputs: the newest max_cached_requests (0: none), of together at most max_cached_tokens ids.
+    """
+
+    num_speculative_tokens: int
+    max_tree_depth: int = DEFAULT_TREE_DEPTH
+    max_cached_requests: int = 10_000
+    max_cached_tokens: int = 1_000_000
+    max_spec_factor: float = 1.0
+    max_spec_offset: float = 0.0
+    min_token_prob: float = 0.1
+    adaptive: bool = True
+    """Verify as many drafts as pay, none included; else all that were found."""
+
+    def __post_init__(self) -> None:
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+        _within("max_tree_depth", self.max_tree_depth, 2, MAX_TREE_DEPTH)
+        _within("max_cached_requests", self.max_cached_requests, 0, MAX_CACHED_REQUESTS)
+        _within("max_cached_tokens", self.max_cached_tokens, 1, MAX_CACHED_TOKENS)
+        _within("max_spec_factor", self.max_spec_factor, 0.0, MAX_SPEC)
+        _within("max_spec_offset", self.max_spec_offset, -MAX_SPEC, MAX_SPEC)
+        _within("min_token_prob", self.min_token_prob, 0.0, 1.0)
+        if (self.max_tree_depth - 1) * self.max_spec_factor + self.max_spec_offset < 1:
+            raise ConfigError(
+                f"max_spec_factor {self.max_spec_factor} and max_spec_offset {self.max_spec_offset} allow no draft "
+                f"behind any match of up to {self.max_tree_depth - 1} tokens"
+            )
+
+
+SpeculativeConfig = NgramConfig | SuffixConfig
+
+
+def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeConfig:
     """The config that a JSON text or an already parsed object describes. A key with value null counts as absent.
 
-    Raises ConfigError naming the key that is unknown, unsupported, missing or out of range. If only one of
-    prompt_lookup_min and prompt_lookup_max is given, the other copies it.
+    Raises ConfigError naming the key that is unknown, unsupported, missing or out of range.
     """
     options = {key: given for key, given in _as_mapping(value).items() if given is not None}
     method = _method(options)
-    if method != "ngram":
+    if method == "ngram":
+        _check_keys(options, method, NGRAM_KEYS)
+        read = _read_ngram
+    elif method == "suffix":
+        _check_keys(options, method, SUFFIX_KEYS)
+        read = _read_suffix
+    else:
         known = "it is not supported yet" if method in OTHER_METHODS else "there is no such method"
-        raise ConfigError(f'speculative config: method is {method!r}, {known}; supported: "ngram"')
-    for key in options:
-        if key in OTHER_KEYS:
-            raise ConfigError(f'speculative config: {key!r} is not supported with method "ngram"')
-        if key not in NGRAM_KEYS:
-            raise ConfigError(f"speculative config: unknown key {key!r}; known: {', '.join(NGRAM_KEYS)}")
-    if "num_speculative_tokens" not in options:
-        raise ConfigError('speculative config: num_speculative_tokens is missing; method "ngram" needs it')
-    longest = options.get("prompt_lookup_max", options.get("prompt_lookup_min", DEFAULT_LOOKUP))
-    shortest = options.get("prompt_lookup_min", longest)
+        raise ConfigError(f"speculative config: method is {method!r}, {known}; supported: {SUPPORTED}")
     try:
-        return NgramConfig(
-            num_speculative_tokens=_integer("num_speculative_tokens", options["num_speculative_tokens"]),
-            prompt_lookup_min=_integer("prompt_lookup_min", shortest),
-            prompt_lookup_max=_integer("prompt_lookup_max", longest),
-            match=options.get("match", "rightmost"),  # type: ignore[arg-type]  # checked by NgramConfig
-        )
+        return read(options)
     except ConfigError as error:
         raise ConfigError(f"speculative config: {error}") from None
+
+
+def _read_ngram(options: Mapping[str, object]) -> SpeculativeConfig:
+    """If only one of prompt_lookup_min and prompt_lookup_max is given, the other copies it."""
+    if "num_speculative_tokens" not in options:
+        raise ConfigError('num_speculative_tokens is missing; method "ngram" needs it')
+    longest = options.get("prompt_lookup_max", options.get("prompt_lookup_min", DEFAULT_LOOKUP))
+    shortest = options.get("prompt_lookup_min", longest)
+    return NgramConfig(
+        num_speculative_tokens=_integer("num_speculative_tokens", options["num_speculative_tokens"]),
+        prompt_lookup_min=_integer("prompt_lookup_min", shortest),
+        prompt_lookup_max=_integer("prompt_lookup_max", longest),
+        match=options.get("match", "rightmost"),  # type: ignore[arg-type]  # checked by NgramConfig
+        adaptive=_boolean(ADAPTIVE, options.get(ADAPTIVE, True)),
+    )
+
+
+def _read_suffix(options: Mapping[str, object]) -> SpeculativeConfig:
+    """num_speculative_tokens, if absent, is the tree's depth, as in vLLM: the match and the counts set the length."""
+    depth = _integer(
+        SUFFIX_PREFIX + "max_tree_depth", options.get(SUFFIX_PREFIX + "max_tree_depth", DEFAULT_TREE_DEPTH)
+    )
+    given: dict[str, int | float] = {}
+    for name in SUFFIX_OPTIONS:
+        key = SUFFIX_PREFIX + name
+        if key in options:
+            counts = name in ("max_tree_depth", "max_cached_requests", "max_cached_tokens")
+            given[name] = _integer(key, options[key]) if counts else _number(key, options[key])
+    num_drafts = _integer("num_speculative_tokens", options.get("num_speculative_tokens", depth))
+    adaptive = _boolean(ADAPTIVE, options.get(ADAPTIVE, True))
+    return SuffixConfig(num_drafts, adaptive=adaptive, **given)  # type: ignore[arg-type]  # ints where _integer read
+
+
+def _check_keys(options: Mapping[str, object], method: str, keys: tuple[str, ...]) -> None:
+    for key in options:
+        if key in keys:
+            continue
+        if key in OTHER_KEYS or key in NGRAM_KEYS or key in SUFFIX_KEYS:
+            raise ConfigError(f'speculative config: {key!r} is not supported with method "{method}"')
+        raise ConfigError(f"speculative config: unknown key {key!r}; known: {', '.join(keys)}")
 
 
 def _as_mapping(value: str | Mapping[str, object]) -> Mapping[str, object]:
@@ -114,7 +208,7 @@ def _method(options: Mapping[str, object]) -> object:
     if model is not None and model not in ("ngram", "[ngram]"):
         raise ConfigError(f"speculative config: model is {model!r}, but draft models are not supported yet")
     if "method" not in options and model is None:
-        raise ConfigError('speculative config: method is missing; supported: "ngram"')
+        raise ConfigError(f"speculative config: method is missing; supported: {SUPPORTED}")
     return options.get("method", "ngram")
 
 
@@ -124,6 +218,18 @@ def _integer(name: str, value: object) -> int:
     return value
 
 
-def _within(name: str, value: int, low: int, high: int) -> None:
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")

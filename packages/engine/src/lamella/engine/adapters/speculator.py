@@ -17,7 +17,7 @@ import torch
 
 from lamella.engine.errors import StartError
 from lamella.runner_v2.protocols import Drafts, SpecNeeds, SpecView, Verdict
-from lamella.specdec import ConfigError, Drafter, NgramDrafter, parse_speculative_config
+from lamella.specdec import ConfigError, Drafter, NgramConfig, NgramDrafter, SuffixDrafter, parse_speculative_config
 from lamella.specdec.verify.one_hot import verify_one_hot
 
 
@@ -67,4 +67,4 @@ def from_config(config: str | Mapping[str, object]) -> DrafterSpeculator:
         parsed = parse_speculative_config(config)
     except ConfigError as error:
         raise StartError(str(error)) from None
-    return DrafterSpeculator(NgramDrafter(parsed))
+    return DrafterSpeculator(NgramDrafter(parsed) if isinstance(parsed, NgramConfig) else SuffixDrafter(parsed))

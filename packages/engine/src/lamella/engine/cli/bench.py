@@ -1,7 +1,8 @@
-"""Measure latency, throughput or a running server.
+"""Measure latency, throughput, a running server or methods of speculation.
 
   lamella bench latency smollm2 --input-len 512 --output-len 32 --batch-size 1
   lamella bench throughput smollm2 --num-prompts 64 --input-len 128 --output-len 128
+  lamella bench spec smollm2 --methods ngram,suffix --rounds 5
   lamella bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16
 
 Each prints a table; --json FILE writes {"machine", "commit", "date", "rows": [...]}, --plot FILE draws a picture.
@@ -21,6 +22,7 @@ WHAT = {
     "latency": "time of one batch, in process",
     "throughput": "many requests at once, in process",
     "serve": "load on a running server",
+    "spec": "methods of speculation on a workload, in process",
 }
 
 

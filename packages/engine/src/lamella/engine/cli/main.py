@@ -20,7 +20,7 @@ COMMANDS = {
     "run": "answer one prompt",
     "chat": "talk to a model in the terminal",
     "serve": "OpenAI-compatible HTTP server",
-    "bench": "measure latency, throughput or a running server",
+    "bench": "measure latency, throughput, a running server or speculation",
     "inspect": "show how a model would be run: every choice with its reason",
     "tiers": "tiers of the KV cache: report, verify, bench",
     "top": "what a running server does at this moment",

@@ -46,6 +46,11 @@ reading the keys dominates."""
 GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 4096, 4096, 28672
 """The same on a GPU, which small chunks do not fill: their time would be that of the launches."""
 
+DRAFT_TABLE_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Places of the table that says what drafts cost."""
+DRAFT_TABLE_S = 1.0
+"""What measuring it may take; a slow model's table has fewer places, three at least."""
+
 TIERS = "lamella.engine.compose.tiers"
 """Imported where there are any: it brings all that copies between them."""
 
@@ -114,6 +119,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
                 num_blocks=num_blocks,
                 max_num_drafts=resolved.runner.max_num_drafts,
+                draft_costs=_time_drafts(executor, resolved) if resolved.adaptive_drafts else None,
                 token_cost=resolved.token_cost,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,
@@ -178,6 +184,24 @@ def _warn_of_shared_threads(before: int, now: int) -> None:
 def _seeds(seed: int | None) -> Callable[[], int] | None:
     """Where requests without a seed get theirs: one after the other from the engine's own, if it has one."""
     return None if seed is None else partial(random.Random(seed).getrandbits, 64)
+
+
+def _time_drafts(executor: InProcess, resolved: Resolved) -> list[tuple[int, float]]:
+    """Seconds of steps by their tokens, as verification has them: with logits for each. Smallest first, up to the most
+    that a step can have or as far as DRAFT_TABLE_S goes."""
+    runner = resolved.runner
+    most = min(
+        runner.max_num_rows * (1 + runner.max_num_drafts), resolved.max_num_batched_tokens, resolved.max_model_len
+    )
+    table: list[tuple[int, float]] = []
+    started = time.perf_counter()
+    for num_tokens in sorted({min(size, most) for size in DRAFT_TABLE_TOKENS}):
+        if len(table) >= 3 and time.perf_counter() - started > DRAFT_TABLE_S:
+            break
+        arguments = {"num_tokens": num_tokens, "num_logits": num_tokens}
+        (seconds,) = executor.call("measure_prefill", arguments)
+        table.append((num_tokens, float(seconds)))
+    return table
 
 
 def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:

@@ -24,7 +24,7 @@ from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
-from lamella.specdec import ConfigError, parse_speculative_config
+from lamella.specdec import ConfigError, SpeculativeConfig, parse_speculative_config
 
 CPU_STEP_TARGET_S = 0.5
 CPU_MIN_TOKENS = 512
@@ -76,6 +76,8 @@ class Resolved:
     depth: int = 1
     """Steps in flight."""
     token_cost: TokenCost = FLAT
+    adaptive_drafts: bool = False
+    """Verify as many drafts as pay; else all."""
 
     def deciding(self, name: str, value: str, reason: str, **changes: Any) -> Resolved:
         """A copy with one more decision taken."""
@@ -143,7 +145,7 @@ def resolve(
     if tokens and tokens < max_num_seqs:  # both given were refused before
         max_num_seqs, why_seqs = tokens, "as many as --max-num-batched-tokens has tokens for"
     runner_tokens = tokens or max(platform.max_num_batched_tokens or CPU_MAX_TOKENS, max_num_seqs)
-    num_drafts = _num_drafts(options.speculative_config)
+    drafting = _drafting(options.speculative_config)
     defaults = _sampling_defaults(options, model)
     decide(
         "sampling defaults",
@@ -161,7 +163,7 @@ def resolve(
         max_num_rows=max_num_seqs,
         max_num_tokens=runner_tokens,
         max_model_len=max_model_len,
-        max_num_drafts=num_drafts,
+        max_num_drafts=0 if drafting is None else drafting.num_speculative_tokens,
         dummy_weights=options.load_format == "dummy",
         progress=progress,
         batch_invariant=options.batch_invariant,
@@ -180,8 +182,10 @@ def resolve(
         else "the default: the last bits of what reference ops and kernels of a GPU compute depend on the batch, on "
         "chunks and on cached prefixes; those of a CPU's native kernels never do",
     )
-    if options.speculative_config:
-        decide("speculation", options.speculative_config.get("method", "?"), "given")
+    if drafting is not None and options.speculative_config is not None:
+        decide("speculation", options.speculative_config.get("method", "ngram"), "given")
+        why = "given" if "enable_adaptive_verification" in options.speculative_config else "the default"
+        decide("drafts that are verified", "those that pay" if drafting.adaptive else "all", why)
     depth = _decide_device_steps(options, platform, runner, decide)
     return Resolved(
         options=options,
@@ -195,6 +199,7 @@ def resolve(
         decisions=tuple(decisions),
         platform=platform,
         depth=depth,
+        adaptive_drafts=drafting is not None and drafting.adaptive,
     )
 
 
@@ -372,11 +377,11 @@ def _decide_device_steps(
     return 2
 
 
-def _num_drafts(config: Mapping[str, Any] | None) -> int:
+def _drafting(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
     if config is None:
-        return 0
+        return None
     try:
-        return parse_speculative_config(config).num_speculative_tokens
+        return parse_speculative_config(config)
     except ConfigError as error:
         raise StartError(str(error)) from None
 

@@ -152,7 +152,9 @@ class EngineOptions:
     speculative_config: dict[str, Any] | None = option(
         group="scheduling",
         kind="json",
-        help='drafts that the model checks, such as \'{"method":"ngram","num_speculative_tokens":4}\'',
+        help="drafts that the model checks: from the sequence's own text, "
+        '\'{"method":"ngram","num_speculative_tokens":4}\', or from finished outputs too, '
+        '\'{"method":"suffix","num_speculative_tokens":8}\'',
     )
     seed: int | None = option(
         group="scheduling", kind="int", help="makes requests without a seed of their own repeatable"

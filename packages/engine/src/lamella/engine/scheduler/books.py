@@ -30,7 +30,7 @@ from lamella.engine.scheduler.rows import Rows
 from lamella.engine.sequence import NO_STEP, Sequence, Siblings, State, make_chain
 from lamella.engine.wire import Stats
 from lamella.kvtier import TierManager
-from lamella.specdec import AcceptanceStats
+from lamella.specdec import AcceptanceStats, AdaptiveLength
 
 
 class InFlight(NamedTuple):
@@ -69,6 +69,8 @@ class Books:
         self.stats = Stats()
         """All but the gauges and what acceptance holds."""
         self.acceptance = AcceptanceStats()
+        self.adaptive = AdaptiveLength(config.draft_costs) if config.max_num_drafts and config.draft_costs else None
+        """Which drafts are verified; None: all."""
         self._draw_seed = draw_seed
         self._num_parked = 0
         self._num_requests = 0

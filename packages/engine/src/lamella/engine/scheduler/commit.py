@@ -13,6 +13,7 @@ from lamella.engine.request import Delta, FinishReason, Logprob
 from lamella.engine.scheduler.books import Books, InFlight, ending
 from lamella.engine.sequence import Sequence
 from lamella.runner_v2.step import StepOutput, TokenLogprobs
+from lamella.specdec import AdaptiveLength
 
 NOTHING_LEFT = (
     "allowed_token_ids, bad_words and min_tokens, which holds end and stop ids back, together leave no token to choose"
@@ -59,10 +60,15 @@ class _Commit:
         num_drafts = output.num_drafts
         eventful = bool(self._failed) or output.prompt_logprobs is not None
         speculates = self._books.config.max_num_drafts > 0
-        num_emitted = end = 0
+        adaptive = self._books.adaptive
+        if adaptive is not None:
+            self._observe_cost(adaptive)
+        num_emitted = end = drafts_end = 0
         for place, sequence in enumerate(step.sequences):
             count = num_tokens[place]
             start, end = end, end + count
+            held = 0 if num_drafts is None else num_drafts[place]
+            drafts_start, drafts_end = drafts_end, drafts_end + held
             if sequence.ghost or sequence.suspect:
                 continue
             assert generations[place] == sequence.generation, f"row {sequence.row} has another owner"
@@ -85,14 +91,24 @@ class _Commit:
                 self._advance(place, sequence, count)
                 self._emit(sequence, token_ids[start:end], None)
             if speculates:
-                held = 0 if num_drafts is None else num_drafts[place]
                 sequence.held_drafts = held
+                if adaptive is not None:
+                    emitted = token_ids[start:end]
+                    sequence.streak = adaptive.acceptance.observe(sequence.streak, sequence.draft_ids, emitted)
+                    sequence.draft_ids = [] if output.draft_ids is None else output.draft_ids[drafts_start:drafts_end]
                 if sequence.last_step == step.step_id:
                     sequence.drafts = held
         self._books.stats.generation_tokens += num_emitted
         if self._draft_lens:
             self._books.acceptance.observe(self._draft_lens, self._num_accepted)
         return deltas
+
+    def _observe_cost(self, adaptive: AdaptiveLength) -> None:
+        """What a step took that computed no prompt."""
+        step = self._step
+        num_rows, num_drafts = len(step.sequences), sum(step.verify_lens)
+        if sum(step.query_lens) == num_rows + num_drafts:
+            adaptive.cost.observe(num_rows, num_drafts, self._output.seconds)
 
     def _advance(self, place: int, sequence: Sequence, count: int) -> None:
         """Lengths of a row that emitted `count` ids."""

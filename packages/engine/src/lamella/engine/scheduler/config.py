@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,9 @@ class SchedulerConfig:
     prefix_caching: bool = True
     max_num_drafts: int = 0
     """Most drafts of a row in one step; 0: no speculation."""
+    draft_costs: Sequence[tuple[int, float]] | None = None
+    """(tokens, seconds) of steps, by rising tokens: as many of a row's drafts are verified as pay by it, none included.
+    None: all that there are."""
     lookahead: int = 0
     """Slots behind the planned tokens that a drafter may write."""
     patience: Callable[[int], float] = no_patience

@@ -129,7 +129,12 @@ class Scheduler:
     # ---- private ---------------------------------------------------------------------------------------------------
 
     def _fit_drafts(self, rows: Seq[Sequence], budget: Budget) -> None:
-        """Verify no more drafts than there are tokens for."""
+        """Verify those drafts that pay, and no more than there are tokens for."""
+        adaptive = self.books.adaptive
+        if adaptive is not None:
+            chosen = adaptive.choose([s.streak for s in rows], [s.drafts for s in rows])
+            for sequence, count in zip(rows, chosen):
+                sequence.drafts = count
         num_drafts = sum([s.drafts for s in rows])
         if num_drafts <= budget.left:
             budget.take_drafts(num_drafts)

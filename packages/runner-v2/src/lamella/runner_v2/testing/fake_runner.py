@@ -405,6 +405,7 @@ class FakeRunner:
             num_tokens=[len(result.token_ids) for result in results],
             token_ids=[token for result in results for token in result.token_ids],
             num_drafts=num_drafts if any(num_drafts) else None,
+            draft_ids=[token for row in rows for token in row.drafts] if any(num_drafts) else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs or None,
             failed=tuple((row, result.failed) for row, result in zip(work.rows, results) if result.failed),
