@@ -4,8 +4,8 @@ The peer is fio where it is installed, else a loop over the bare engine: aligned
 cache, without headers, checksums and index. Peers write as a log does, new files in place of old ones: a disk may take
 bytes that replace others much faster than it takes new ones (a virtual one absorbs them in its host's memory), and who
 compared with that would compare two different things. They read the store's own files. Who comes first changes from
-round to round, because a disk that is given a budget is faster at first; and each round has memory of its own, because what lies where in it makes a device
-faster or slower, too.
+round to round, because a disk that is given a budget is faster at first; and each round has memory of its own, because
+where that lies makes a device faster or slower, too.
 """
 
 from __future__ import annotations
