@@ -23,26 +23,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lamella.kvtier import CopyJob, Group, KeyChain, Layout, Location, Presence, TicketResult
+from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.mover import TierMover
 
-try:
-    from lamella.kvtier.data.disk import DiskStore
-except ImportError:  # this build of kvtier has no disk store: memory stands in, behind the same methods
-    from lamella.kvtier.testing.memory_store import MemoryStore
-
-    DiskStore = None
-
 BLOCK_SIZE = 16
 DISK = Location("disk", 0, 0)
-_memory: dict[Path, Any] = {}
-
-
-def open_store(folder: Path, fingerprint: bytes, capacity_bytes: int = 1 << 30) -> Any:
-    """The records of a folder, readable by models of this fingerprint only."""
-    if DiskStore is not None:
-        return DiskStore(folder, fingerprint=fingerprint, capacity_bytes=capacity_bytes)
-    return _memory.setdefault(folder / fingerprint.hex(), MemoryStore(capacity_bytes))
 
 
 class PrefixCache:
@@ -51,7 +37,7 @@ class PrefixCache:
     A block in a slot: [num_layers, 2 (keys, values), num_kv_heads, BLOCK_SIZE, head_dim].
     """
 
-    def __init__(self, model: Any, folder: Path, num_slots: int = 64) -> None:
+    def __init__(self, model: Any, folder: Path, num_slots: int = 64, capacity_bytes: int = 1 << 30) -> None:
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.dtype: torch.dtype = model.dtype
@@ -60,7 +46,8 @@ class PrefixCache:
         group = Group("full", "full", BLOCK_SIZE, num_bytes, row_format=str(self.dtype))
         fingerprint = Layout((group,), (num_slots + 1,), model=identity(model)).fingerprint()
         self.buffer = HostBuffer([num_bytes], [num_slots])
-        self.mover = TierMover(self.buffer, fingerprint=fingerprint, store=open_store(folder, fingerprint))
+        store = DiskStore(folder, fingerprint=fingerprint, capacity_bytes=capacity_bytes)
+        self.mover = TierMover(self.buffer, fingerprint=fingerprint, store=store)
         self.known: set[bytes] = set()
         self._num_tickets = 0
         self.mover.wait_told(60.0)

@@ -109,9 +109,11 @@ def test_a_transformers_model_gains_a_prefix_cache(tmp_path: Path) -> None:
     script = EXAMPLES / "transformers_cache.py"
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # small operations among busy cores
     command = [sys.executable, str(script), str(tmp_path)]
-    ran = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    saved = [int(number) for number in re.findall(r"(\d+) saved", ran.stdout)]
     # four prompts of 440 tokens share 400: cold, three of them find 25 blocks; warm, each finds all but its last block
-    assert saved == [3 * 400, 4 * 432], ran.stdout
-    assert ran.stdout.count("without the cache: True") == 2
+    for expected in ([3 * 400, 4 * 432], [4 * 432, 4 * 432]):  # another process begins with what is on disk
+        ran = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=120, check=False)
+        assert ran.returncode == 0, ran.stderr
+        saved = [int(number) for number in re.findall(r"(\d+) saved", ran.stdout)]
+        assert saved == expected, ran.stdout
+        assert ran.stdout.count("without the cache: True") == 2
+        assert list(tmp_path.glob("*.kv"))

@@ -1,11 +1,12 @@
 """What the books of the tiers cost on the scheduler's thread, and which hit ratios their policies reach.
 
-    python packages/kvtier/bench/control.py [--json FILE]
+    hatch run bench kvtier control [--json FILE]
 
 Costs are per block of one full group and one call each over many blocks, the best of several rounds; copies cost
 nothing here. Lookups have their keys given. Hit ratios are tokens found on device or host, of all tokens asked for;
 the device holds a quarter of the host's blocks.
 
+keys             of a prompt, where its request comes in
 lookup           begin_load of a prefix that device, host, disk and an external manager hold up to four points
 restore          acquire with hits in the host, and the jobs
 seal + demote    a prompt was computed; keys, and jobs to the host
@@ -16,14 +17,12 @@ load             begin_load with jobs from the disk, and their ends
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
-import platform
-import subprocess
 import time
+from array import array
 from collections.abc import Callable
 
+from lamella.engine.cli.report import Report, Row, merge_rows
 from lamella.kvtier import (
     AdmissionPlan,
     CopyJob,
@@ -44,6 +43,7 @@ from lamella.kvtier.testing.traces import TRACES
 SIZE = 16
 TARGET_US = 2.0
 TARGET_LOOKUP_MS = 1.0
+TARGET_KEYS_MS = 10.0
 
 
 def make(device: int, host: int, **plan: object) -> TierManager:
@@ -69,6 +69,18 @@ def chain_of(ids: list[int]) -> KeyChain:
     chain = KeyChain(SIZE)
     chain.extend(ids)
     return chain
+
+
+def keys_ms(num_blocks: int) -> float:
+    """Of packed ids, as requests come to the scheduler."""
+    ids = array("I", range(num_blocks * SIZE))
+    best = float("inf")
+    for _ in range(20):
+        chain = KeyChain(SIZE)
+        start = time.perf_counter()
+        chain.extend(ids)
+        best = min(best, time.perf_counter() - start)
+    return 1e3 * best
 
 
 def lookup_ms(num_blocks: int) -> float:
@@ -145,50 +157,44 @@ def cycle_us(num_blocks: int) -> dict[str, float]:
     return times
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows; rows of other benches are kept")
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=600, help="of each trace")
     options = parser.parse_args()
     gc.disable()
-    rows: list[dict[str, object]] = []
-
-    def add(name: str, value: float, unit: str, limit: float | None = None) -> None:
-        ok = None if limit is None else value <= limit
-        target = None if limit is None else f"<= {limit:g} {unit}"
-        rows.append({"name": name, "value": round(value, 4), "unit": unit, "target": target, "ok": ok})
-        verdict = "" if limit is None else f"   {target}: {'ok' if ok else 'MISSED'}"
-        print(f"{name:48} {value:10.4f} {unit}{verdict}")
-
-    add("lookup of 100,000 blocks over four tiers", lookup_ms(100_000), "ms", TARGET_LOOKUP_MS)
+    rows = [
+        limited("keys of 100,000 blocks", keys_ms(100_000), "ms", TARGET_KEYS_MS),
+        limited("lookup of 100,000 blocks over four tiers", lookup_ms(100_000), "ms", TARGET_LOOKUP_MS),
+    ]
     best: dict[str, float] = {}
     for _ in range(options.rounds):
         for name, value in cycle_us(options.blocks).items():
             best[name] = min(best.get(name, value), value)
         gc.collect()
-    for name, value in best.items():
-        add(name, value, "us/block", TARGET_US)
+    rows += [limited(f"books: {name}", value, "us/block", TARGET_US) for name, value in best.items()]
     for trace, make_trace in TRACES.items():
         for eviction in POLICIES:
             for mode in ("all", "reused"):
                 admission = AdmissionPlan(mode)  # type: ignore[arg-type]
                 plan = TierPlan(host_slots=(1600,), eviction=eviction, admission=admission, max_demoting=1 << 20)
                 ratio = hit_ratio(plan, 400, make_trace(1, options.requests))
-                add(f"hit ratio, {trace}, {eviction}, admit {mode}", ratio, "of tokens")
-        add(f"hit ratio, {trace}, device alone", hit_ratio(None, 400, make_trace(1, options.requests)), "of tokens")
+                rows.append(Row(name=f"hit ratio, {trace}, {eviction}, admit {mode}", value=ratio, unit="of tokens"))
+        ratio = hit_ratio(None, 400, make_trace(1, options.requests))
+        rows.append(Row(name=f"hit ratio, {trace}, device alone", value=ratio, unit="of tokens"))
+    report = Report.of(rows)
+    print(report.table())
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        report = {
-            "machine": f"{platform.machine()} {platform.system()}",
-            "commit": commit.stdout.strip(),
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        with open(options.json, "w") as file:
-            json.dump(report, file, indent=1)
+        merge_rows(options.json, report).write(options.json)
+    return 0 if all(row.ok is not False for row in rows) else 1
+
+
+def limited(name: str, value: float, unit: str, limit: float) -> Row:
+    """A figure that must not be above its limit."""
+    return Row(name=name, value=value, unit=unit, target=f"<= {limit:g} {unit}", ok=value <= limit)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -203,18 +204,26 @@ void chain(const py::bytes& parent, const py::handle& ids, Py_ssize_t first, Py_
     throw py::value_error("a parent has 32 bytes, a block at least one token");
   }
   const Ids values(ids, first, first + block_size * num_blocks);
-  std::vector<std::uint8_t> out(static_cast<std::size_t>(num_blocks) * kKeyBytes);
-  {
-    const py::gil_scoped_release unlocked;
-    lamella::kvtier::chain_keys(portable ? lamella::kvtier::portable_sha256() : lamella::kvtier::sha256(),
-                                reinterpret_cast<const std::uint8_t*>(start), values.data(),
-                                static_cast<std::size_t>(block_size), static_cast<std::size_t>(num_blocks), out.data());
-  }
-  for (std::size_t at = 0; at < out.size(); at += kKeyBytes) {
-    PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(out.data() + at), kKeyBytes);
-    const int failed = key == nullptr ? -1 : PyList_Append(keys.ptr(), key);
-    Py_XDECREF(key);
-    if (failed != 0) throw py::error_already_set();
+  const lamella::kvtier::Sha256& sha = portable ? lamella::kvtier::portable_sha256() : lamella::kvtier::sha256();
+  constexpr std::size_t kPortion = 2048;  // what stays in the first caches until it is copied into objects
+  std::vector<std::uint8_t> out(std::min<std::size_t>(kPortion, static_cast<std::size_t>(num_blocks)) * kKeyBytes);
+  std::uint8_t above[kKeyBytes];
+  std::memcpy(above, start, kKeyBytes);
+  const auto size = static_cast<std::size_t>(block_size), total = static_cast<std::size_t>(num_blocks);
+  for (std::size_t done = 0; done < total;) {
+    const std::size_t count = std::min(kPortion, total - done);
+    {
+      const py::gil_scoped_release unlocked;
+      lamella::kvtier::chain_keys(sha, above, values.data() + done * size, size, count, out.data());
+    }
+    for (std::size_t at = 0; at < count * kKeyBytes; at += kKeyBytes) {
+      PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(out.data() + at), kKeyBytes);
+      const int failed = key == nullptr ? -1 : PyList_Append(keys.ptr(), key);
+      Py_XDECREF(key);
+      if (failed != 0) throw py::error_already_set();
+    }
+    std::memcpy(above, out.data() + (count - 1) * kKeyBytes, kKeyBytes);
+    done += count;
   }
 }
 

@@ -65,6 +65,10 @@ void portable_pair(ShaState& one, const std::uint8_t* chunk_of_one, ShaState& tw
   portable_single(two, chunk_of_two);
 }
 
+void portable_digest(const ShaState& state, std::uint8_t* digest) {
+  for (int i = 0; i < 32; ++i) digest[i] = static_cast<std::uint8_t>(state.words[i / 4] >> (24 - 8 * (i % 4)));
+}
+
 #ifdef LAMELLA_SHA_X86
 
 #define LAMELLA_SHA_TARGET __attribute__((target("sha,sse4.1"), always_inline))
@@ -141,6 +145,14 @@ __attribute__((target("sha,sse4.1"))) void x86_pair(ShaState& one, const std::ui
   end(two, second);
 }
 
+__attribute__((target("sha,sse4.1"))) void x86_digest(const ShaState& state, std::uint8_t* digest) {
+  const __m128i swap = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
+  for (int i = 0; i < 2; ++i) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state.words + 4 * i));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(digest + 16 * i), _mm_shuffle_epi8(words, swap));
+  }
+}
+
 bool has_sha() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & bit_SSE4_1) == 0) return false;
@@ -152,13 +164,13 @@ bool has_sha() {
 }  // namespace
 
 const Sha256& portable_sha256() {
-  static const Sha256 found{portable_single, portable_pair, "portable"};
+  static const Sha256 found{portable_single, portable_pair, portable_digest, "portable"};
   return found;
 }
 
 const Sha256& sha256() {
 #ifdef LAMELLA_SHA_X86
-  static const Sha256 found = has_sha() ? Sha256{x86_single, x86_pair, "sha-ni"} : portable_sha256();
+  static const Sha256 found = has_sha() ? Sha256{x86_single, x86_pair, x86_digest, "sha-ni"} : portable_sha256();
   return found;
 #else
   return portable_sha256();

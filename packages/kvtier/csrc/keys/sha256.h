@@ -19,10 +19,13 @@ extern const ShaState kShaStart;
 using ShaPair = void (*)(ShaState& one, const std::uint8_t* chunk_of_one, ShaState& two,
                          const std::uint8_t* chunk_of_two);
 using ShaSingle = void (*)(ShaState& state, const std::uint8_t* chunk);
+// The 32 bytes of the hash, by stores so wide that the next chunk's loads need not wait for them.
+using ShaDigest = void (*)(const ShaState& state, std::uint8_t* digest);
 
 struct Sha256 {
   ShaSingle single;
   ShaPair pair;
+  ShaDigest digest;
   const char* kind;  // "sha-ni" or "portable"
 };
 

@@ -4,11 +4,13 @@ The peer is fio where it is installed, else a loop over the bare engine: aligned
 cache, without headers, checksums and index. Peers write as a log does, new files in place of old ones: a disk may take
 bytes that replace others much faster than it takes new ones (a virtual one absorbs them in its host's memory), and who
 compared with that would compare two different things. They read the store's own files. Who comes first changes from
-round to round, because a disk that is given a budget is faster at first.
+round to round, because a disk that is given a budget is faster at first; and each round has memory of its own, because
+where that lies makes a device faster or slower, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -18,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -97,13 +99,15 @@ def measure_folder(
             slot = seconds / _ROUNDS
             sides = [(bench, writes, reads), *([(peer, peer_writes, peer_reads)] if peer is not None else [])]
             for number in range(_ROUNDS):
+                memory = _blocks(block_bytes, 2 * depth)
                 for side, told, _ in sides if number % 2 else sides[::-1]:
-                    told.append(side.write(slot))
+                    told.append(side.write(slot, memory))
             if peer is not None:
                 peer.files = bench.files()
             for number in range(_ROUNDS):
+                memory = _blocks(block_bytes, 2 * depth)
                 for side, _, told in sides if number % 2 else sides[::-1]:
-                    told.append(side.read(slot))
+                    told.append(side.read(slot, memory))
             name = bench.engine_name
         finally:
             bench.close()
@@ -147,10 +151,11 @@ def probe_reads(
     try:
         with tempfile.TemporaryDirectory(prefix="measure-", dir=folder) as place:
             loop = _RawLoop(place, block_bytes, min(depth, num_blocks), num_blocks, engine, num_blocks)
+            memory = _blocks(block_bytes, min(depth, num_blocks))
             try:
-                loop.write(seconds, num_blocks)
-                speed = loop.read(seconds)
-                alone = loop.read(seconds / 4, max_open=1)
+                loop.write(seconds, memory, num_blocks)
+                speed = loop.read(seconds, memory)
+                alone = loop.read(seconds / 4, memory[:1])
             finally:
                 loop.close()
     except (KvTierError, OSError):
@@ -176,28 +181,27 @@ class _StoreBench:
         capacity = max(16 << 20, 2 * num_blocks * record_bytes(block_bytes))
         self._folder = folder
         self._store = DiskStore(folder, fingerprint=_FINGERPRINT, capacity_bytes=capacity, engine=engine, depth=depth)
-        self._memory = _blocks(block_bytes, 2 * depth)
         self._num_written = 0
         self._max_blocks = num_blocks
         self.engine_name = self._store.engine_name
 
-    def write(self, seconds: float) -> Speed:
+    def write(self, seconds: float, memory: Sequence[memoryview]) -> Speed:
         def begin(ticket: int, memory: memoryview) -> None:
             self._store.write(ticket, 0, _key(self._num_written), None, memory)
             self._num_written += 1
 
-        speed = self._drive(begin, seconds, 2 * self._depth)
+        speed = self._drive(begin, seconds, memory)
         self.engine_name = self._store.engine_name
         return speed
 
-    def read(self, seconds: float) -> Speed:
+    def read(self, seconds: float, memory: Sequence[memoryview]) -> Speed:
         rng = random.Random(0)
         first = max(self._num_written - self._max_blocks, 0)
 
         def begin(ticket: int, memory: memoryview) -> None:
             self._store.read(ticket, 0, _key(rng.randrange(first, self._num_written)), memory)
 
-        return self._drive(begin, seconds, self._depth)
+        return self._drive(begin, seconds, memory[: self._depth])
 
     def files(self) -> list[str]:
         """The newest sealed ones, as many as read() reads from; all, if that is none."""
@@ -210,9 +214,9 @@ class _StoreBench:
     def close(self) -> None:
         self._store.close()
 
-    def _drive(self, begin: Callable[[int, memoryview], None], seconds: float, max_open: int) -> Speed:
-        """Keep `max_open` blocks under way: writes are batched, so more of them are offered than are in flight."""
-        free = deque(self._memory[:max_open])
+    def _drive(self, begin: Callable[[int, memoryview], None], seconds: float, blocks: Sequence[memoryview]) -> Speed:
+        """Keep all blocks under way: writes are batched, so more of them are offered than are in flight."""
+        free = deque(block[: self._block_bytes] for block in blocks)
         started: dict[int, tuple[float, memoryview]] = {}
         latencies: list[float] = []
         ticket = failed = 0
@@ -260,9 +264,9 @@ class _RawLoop:
         self._written: deque[str] = deque()
         self._num_files = 0
         self._next = self._per_file
-        self._memory = _blocks(self._padded, depth)
+        self._depth = depth
 
-    def write(self, seconds: float, max_count: int | None = None) -> Speed:
+    def write(self, seconds: float, memory: Sequence[memoryview], max_count: int | None = None) -> Speed:
         def place() -> tuple[str, int]:
             if self._next == self._per_file:
                 if len(self._written) == self._max_files:
@@ -274,9 +278,9 @@ class _RawLoop:
             self._next += 1
             return self._written[-1], (self._next - 1) * self._padded
 
-        return self._drive(True, place, seconds, max_count=max_count)
+        return self._drive(True, place, seconds, memory[: self._depth], max_count)
 
-    def read(self, seconds: float, max_open: int | None = None) -> Speed:
+    def read(self, seconds: float, memory: Sequence[memoryview]) -> Speed:
         rng = random.Random(0)
         if self.files:
             places = [
@@ -287,7 +291,7 @@ class _RawLoop:
         else:
             places = [(file, n * self._padded) for file in self._written for n in range(self._per_file)]
             del places[len(places) - (self._per_file - self._next) :]
-        return self._drive(False, lambda: rng.choice(places), seconds, max_open)
+        return self._drive(False, lambda: rng.choice(places), seconds, memory[: self._depth])
 
     def close(self) -> None:
         self._disk.close()
@@ -297,10 +301,10 @@ class _RawLoop:
         write: bool,
         place: Callable[[], tuple[str, int]],
         seconds: float,
-        max_open: int | None = None,
+        blocks: Sequence[memoryview],
         max_count: int | None = None,
     ) -> Speed:
-        free = deque(self._memory[:max_open])
+        free = deque(blocks)
         started: dict[int, tuple[float, memoryview]] = {}
         latencies: list[float] = []
         op_id = 0
@@ -337,7 +341,7 @@ class _Fio:
         self.files: list[str] = []
         """What read() reads."""
 
-    def write(self, seconds: float) -> Speed:
+    def write(self, seconds: float, memory: Sequence[memoryview]) -> Speed:
         options: dict[str, int | str] = {
             "directory": self._folder,
             "nrfiles": self._num_files,
@@ -349,7 +353,7 @@ class _Fio:
         }
         return self._run("write", seconds, options)
 
-    def read(self, seconds: float) -> Speed:
+    def read(self, seconds: float, memory: Sequence[memoryview]) -> Speed:
         return self._run("randread", seconds, {"filename": ":".join(name.replace(":", r"\:") for name in self.files)})
 
     def close(self) -> None:
@@ -385,13 +389,18 @@ def _peer(folder: str, block_bytes: int, depth: int, num_blocks: int, engine: st
 
 
 def _blocks(block_bytes: int, count: int) -> list[memoryview]:
-    """Page-aligned, of content that does not compress."""
+    """Whole pages, of content that does not compress. In huge pages where there are some, as a host tier's slots are:
+    a device is given as many pieces as a block has pages."""
     padded = -(-block_bytes // PAGE) * PAGE
-    memory = memoryview(mmap.mmap(-1, padded * count))
+    mapping = mmap.mmap(-1, padded * count)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(mapping)
     pattern = random.Random(0).randbytes(padded)
     for n in range(count):
         memory[n * padded : (n + 1) * padded] = pattern
-    return [memory[n * padded : n * padded + block_bytes] for n in range(count)]
+    return [memory[n * padded : (n + 1) * padded] for n in range(count)]
 
 
 def _key(number: int) -> bytes:

@@ -148,7 +148,7 @@ class PosixDisk:
         self._folder.cut(name, num_bytes)
         self._open(name).drop_cache()
         self._folder.rename(name, new_name)
-        self._files.rename(name, new_name)
+        self._files.drop(name)  # readers open it anew
 
     def remove(self, name: str) -> None:
         self._files.drop(name)
