@@ -19,6 +19,11 @@ from lamella.runner_v2.testing.prompts import PROMPTS
 from lamella.runner_v2.testing.tiny_models import write_folder
 
 SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
+EDITED = SamplingParams(
+    temperature=0.4, min_p=0.02, repetition_penalty=1.02, presence_penalty=0.02, frequency_penalty=0.01, seed=8,
+    logit_bias={260: 1.5}, bad_words=["facts"], min_tokens=20, max_tokens=24, logprobs=2,
+)  # fmt: skip
+"""Logits depend on the drafts before a position."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 LONG = "The following is a list of facts about the sea. " * 8
 
@@ -89,7 +94,7 @@ def test_chunks_do_not_change_the_answer(smollm2_path: Path, llm: LLM) -> None:
 
 
 @every_drafter
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, EDITED], ids=["greedy", "seeded", "edited"])
 def test_speculation_does_not_change_the_answer(
     smollm2_path: Path, llm: LLM, params: SamplingParams, drafts: dict[str, Any]
 ) -> None:

@@ -1,7 +1,7 @@
 """Speculative decoding for any engine: drafters propose tokens, verification keeps what the target would have said.
 
-Importing this package needs nothing but Python. `lamella.specdec.verify.greedy` and `.one_hot` need torch (the extra
-`torch`); `lamella.specdec.verify.reference` says the same in plain Python.
+Importing this package needs nothing but Python. The files of `lamella.specdec.verify` need torch (the extra `torch`),
+but for `reference`, which says in plain Python what `greedy` and `one_hot` do.
 """
 
 from lamella.specdec.batch import DraftBatch, Rows, Verdict

@@ -4,12 +4,12 @@ lamella bench spec smollm2 --methods ngram,suffix --rounds 5
 lamella bench spec smollm2 --workload prompts.jsonl --config deep='{"method":"suffix","num_speculative_tokens":32}'
 
 A workload has one JSON object a line: "prompt" (a text or token ids) or "messages" (a chat), and if you like "group",
-over which figures are summed, and "max_tokens". The one that comes along has the groups "repeats" (edits, records, logs,
-lists: answers that say again what stands in the prompt) and "plain" (stories and explanations).
+over which figures are summed, and "max_tokens". The one that comes along has the groups "repeats" (edits, letters,
+notes, logs: answers that say again what stands in the prompt) and "plain" (stories and explanations).
 
-Everything is greedy, and every answer is compared with the one without speculation. Each round starts every engine anew,
-so no method has seen the answer that it is about to give; of the rounds the fastest counts for each prompt, since other
-work on the machine only ever slows one.
+Everything is greedy, and every answer is compared with the one without speculation. Each round starts every engine
+anew, so no method has seen the answer that it is about to give; of the rounds the fastest counts for each prompt, since
+other work on the machine only ever slows one.
 """
 
 from __future__ import annotations
