@@ -71,8 +71,7 @@ class PrefixCache:
 
     def save(self, token_ids: Sequence[int], cache: DynamicCache) -> int:
         """Keep the full blocks that are not on disk yet; how many there were."""
-        chain = KeyChain(BLOCK_SIZE)
-        keys = chain.extend(token_ids, cache.get_seq_length())
+        keys = KeyChain(BLOCK_SIZE).extend(token_ids, cache.get_seq_length())
         new = [n for n, key in enumerate(keys) if key not in self.known]
         for start in range(0, len(new), self.num_slots):
             part = new[start : start + self.num_slots]
@@ -81,7 +80,9 @@ class PrefixCache:
                 self._block(slot).copy_(
                     torch.stack([torch.stack((at.keys[0, :, rows], at.values[0, :, rows])) for at in cache.layers])
                 )
-            copies = [(keys[n], chain.parent(n), Location("host", 0, slot), DISK) for slot, n in enumerate(part)]
+            copies = [
+                (keys[n], keys[n - 1] if n else None, Location("host", 0, slot), DISK) for slot, n in enumerate(part)
+            ]
             for n, ok in zip(part, self._copy(copies)):
                 if not ok:  # full, say: its children could never be found
                     return n
