@@ -70,11 +70,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for few tokens' layers, as far as it serves them."""
+    monkeypatch.setattr(cuda_chained, "MAX_TAIL_TOKENS", 8)
+
+
+@pytest.mark.parametrize("max_tail_tokens", [0, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", TINY_CONFIGS)
-def test_families_match_the_reference(folder: Path, family: str, dtype: torch.dtype) -> None:
+def test_families_match_the_reference(
+    folder: Path, family: str, dtype: torch.dtype, max_tail_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long and short chunks, decoding, a mixture and padding: no farther from the reference in float32 than that
     reference is in 16 bits."""
+    monkeypatch.setattr(cuda_chained, "MAX_TAIL_TOKENS", max_tail_tokens)
     path = folder / f"{family}-{str(dtype).removeprefix('torch.')}"
     exact, rounded = Assembled(path, (TorchProvider(),), torch.float32), Assembled(path, (TorchProvider(dtype),), dtype)
     ours = on_cuda(path, dtype)
@@ -132,6 +142,7 @@ def test_nine_kernels_a_layer(folder: Path, family: str, is_small: bool, monkeyp
     assert kernels.calls[2:] == expected
 
 
+@pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_three_kernels_a_layer_for_few_tokens(folder: Path, family: str) -> None:
     """Once the layers know who follows. One with biases has none."""
@@ -148,6 +159,7 @@ def test_three_kernels_a_layer_for_few_tokens(folder: Path, family: str) -> None
     assert kernels.calls[2:] == ["rms_norm", "linear", *layer * ours.config.num_layers, "rms_norm", "linear"]
 
 
+@pytest.mark.usefixtures("tails")
 def test_three_kernels_a_layer_with_experts(folder: Path) -> None:
     kernels = Counted(cuda_kernels)
     ours = on_cuda(folder / "qwen3_moe-bfloat16", torch.bfloat16, kernels)
@@ -163,6 +175,7 @@ def test_three_kernels_a_layer_with_experts(folder: Path) -> None:
     assert "fused_moe" in kernels.calls, "more tokens than the kernel takes"
 
 
+@pytest.mark.usefixtures("tails")
 def test_a_tail_knows_who_follows_or_leaves_it(folder: Path) -> None:
     """The first step of few tokens links the layers; what a layer left for another is not used."""
     kernels = Counted(cuda_kernels)
