@@ -164,7 +164,8 @@ def test_the_segment_of_a_dead_writer_is_taken_over(engine: str, tmp_path: Path)
     own = [path.name for path in folder.glob("*.open")]
     assert own == [], "a segment is still open, though nobody writes"
     store.close()
-    assert check_folder(folder, engine, acknowledged, given) == len(added)
+    # records that were written and not yet acknowledged may have been found since
+    assert len(added) <= check_folder(folder, engine, acknowledged, given) <= len(given)
 
 
 def test_two_processes_read_each_others_blocks(tmp_path: Path) -> None:
