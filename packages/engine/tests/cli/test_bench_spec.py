@@ -28,14 +28,17 @@ def workload(tmp_path: Path) -> Path:
     return file
 
 
-def test_methods_beside_none(tiny: str, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [(), ("--apart",)], ids=["in turns", "apart"])
+def test_methods_beside_none(
+    tiny: str, workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
     files = ["--json", str(tmp_path / "s.json")]
     if importlib.util.find_spec("matplotlib") is not None:
         files += ["--plot", str(tmp_path / "s.html")]
     all_drafts = {"method": "suffix", "num_speculative_tokens": 4, "enable_adaptive_verification": False}
     words = ("--workload", str(workload), "--methods", "none,ngram", "--config", f"all={json.dumps(all_drafts)}")
     words += ("--rounds", "2", "--output-len", "30", "--num-speculative-tokens", "3", "--target", "loops=0.001")
-    assert main(["bench", "spec", tiny, *words, *SMALL, *files]) == 0
+    assert main(["bench", "spec", tiny, *words, *SMALL, *files, *more]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
     for group in ("loops", "other"):
         base = rows[f"decode, {group}, none"]["value"]

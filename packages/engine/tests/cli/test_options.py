@@ -67,7 +67,9 @@ OWN = {
         "base_url", "model", "api_key", "num_prompts", "max_concurrency", "request_rate", "input_len", "output_len",
         "stream", "seed",
     },
-    "bench_spec": {"workload", "methods", "config", "num_speculative_tokens", "output_len", "rounds", "target"},
+    "bench_spec": {
+        "workload", "methods", "config", "num_speculative_tokens", "output_len", "rounds", "apart", "target",
+    },
 }  # fmt: skip
 """Those that belong to one command; a model's seed and a request's share a flag."""
 

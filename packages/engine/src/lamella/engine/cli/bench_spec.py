@@ -8,8 +8,9 @@ over which figures are summed, and "max_tokens". The one that comes along has th
 notes, logs: answers that say again what stands in the prompt) and "plain" (stories and explanations).
 
 Everything is greedy, and every answer is compared with the one without speculation. Each round starts every engine
-anew, so no method has seen the answer that it is about to give; of the rounds the fastest counts for each prompt, since
-other work on the machine only ever slows one.
+anew, so no method has seen the answer that it is about to give, and prompt by prompt the methods take turns; of the
+rounds the fastest counts for each prompt, since other work on the machine only ever slows one. With --apart there is
+one engine at a time: for a model that fits only once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-len", type=number("int", 2), default=128, metavar="N", help="most output tokens (default: 128)"
     )
+    parser.add_argument("--apart", action="store_true", help="one engine at a time instead of all in turns")
     parser.add_argument("--rounds", type=number("int", 1), default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument(
         "--target", action="append", default=[], metavar="GROUP=X", help="ratio to none that a group should reach"
@@ -94,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
     groups = list(dict.fromkeys(item.group for item in items))
     targets = targets_of(args.target, groups)
     measured = {name: Measured() for name in configs}
+    several = {name: replace(options, speculative_config=config) for name, config in configs.items()}
     for _ in range(args.rounds):
-        for name, config in configs.items():
-            measure(replace(options, speculative_config=config), items, args.output_len, measured[name])
+        for together in [{name: one} for name, one in several.items()] if args.apart else [several]:
+            measure(together, items, args.output_len, measured)
     rows = [row for group in groups for row in rows_of(group, items, measured, targets.get(group))]
     report = Report.of(rows)
     print(report.table())
@@ -173,29 +177,39 @@ def targets_of(given: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
     return targets
 
 
-def measure(options: EngineOptions, items: Sequence[Item], output_len: int, measured: Measured) -> None:
-    """One round: an engine of its own, one item after the other."""
-    with lamella.LLM.from_options(options) as llm:
-        llm.generate([[1, 2, 3]], lamella.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+def measure(
+    several: Mapping[str, EngineOptions], items: Sequence[Item], output_len: int, measured: Mapping[str, Measured]
+) -> None:
+    """One round: fresh engines, which take turns prompt by prompt."""
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(lamella.LLM.from_options(options)) for name, options in several.items()}
+        for llm in engines.values():
+            llm.generate([[1, 2, 3]], lamella.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         for i, item in enumerate(items):
-            params = lamella.SamplingParams(temperature=0.0, max_tokens=item.max_tokens or output_len)
-            before = llm.stats()
-            if item.messages is not None:
-                (output,) = llm.chat([item.messages], params)
-            else:
-                (output,) = llm.generate([item.prompt or []], params)
-            after = llm.stats()
-            token_ids = output.outputs[0].token_ids
-            if output.error is not None:
-                raise StartError(f"item {i + 1} of the workload failed: {output.error}")
-            seconds = (len(token_ids) - 1) / output.tokens_per_s if output.tokens_per_s else 0.0
-            if seconds >= measured.seconds.get(i, float("inf")):
-                continue
-            measured.seconds[i] = seconds
-            measured.token_ids[i] = token_ids
-            measured.steps[i] = after.steps - before.steps
-            measured.drafted[i] = after.spec_draft_tokens - before.spec_draft_tokens
-            measured.accepted[i] = after.spec_accepted_tokens - before.spec_accepted_tokens
+            for name, llm in engines.items():
+                answer(llm, i, item, output_len, measured[name])
+
+
+def answer(llm: lamella.LLM, place: int, item: Item, output_len: int, measured: Measured) -> None:
+    """Answer an item, and note what it took if that was faster than before."""
+    params = lamella.SamplingParams(temperature=0.0, max_tokens=item.max_tokens or output_len)
+    before = llm.stats()
+    if item.messages is not None:
+        (output,) = llm.chat([item.messages], params)
+    else:
+        (output,) = llm.generate([item.prompt or []], params)
+    after = llm.stats()
+    if output.error is not None:
+        raise StartError(f"item {place + 1} of the workload failed: {output.error}")
+    token_ids = output.outputs[0].token_ids
+    seconds = (len(token_ids) - 1) / output.tokens_per_s if output.tokens_per_s else 0.0
+    if seconds >= measured.seconds.get(place, float("inf")):
+        return
+    measured.seconds[place] = seconds
+    measured.token_ids[place] = token_ids
+    measured.steps[place] = after.steps - before.steps
+    measured.drafted[place] = after.spec_draft_tokens - before.spec_draft_tokens
+    measured.accepted[place] = after.spec_accepted_tokens - before.spec_accepted_tokens
 
 
 def decode_speed(measured: Measured, places: Sequence[int]) -> float:

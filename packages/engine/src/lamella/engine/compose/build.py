@@ -48,8 +48,8 @@ GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 4096, 4096, 28672
 
 DRAFT_TABLE_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Places of the table that says what drafts cost."""
-DRAFT_TABLE_S = 1.0
-"""What measuring it may take; a slow model's table has fewer places, three at least."""
+DRAFT_TABLE_S = 0.5
+"""What measuring it may take, twice; a slow model's table has fewer places, three at least."""
 
 TIERS = "lamella.engine.compose.tiers"
 """Imported where there are any: it brings all that copies between them."""
@@ -193,15 +193,18 @@ def _time_drafts(executor: InProcess, resolved: Resolved) -> list[tuple[int, flo
     most = min(
         runner.max_num_rows * (1 + runner.max_num_drafts), resolved.max_num_batched_tokens, resolved.max_model_len
     )
-    table: list[tuple[int, float]] = []
-    started = time.perf_counter()
-    for num_tokens in sorted({min(size, most) for size in DRAFT_TABLE_TOKENS}):
-        if len(table) >= 3 and time.perf_counter() - started > DRAFT_TABLE_S:
-            break
-        arguments = {"num_tokens": num_tokens, "num_logits": num_tokens}
-        (seconds,) = executor.call("measure_prefill", arguments)
-        table.append((num_tokens, float(seconds)))
-    return table
+    sizes = sorted({min(size, most) for size in DRAFT_TABLE_TOKENS})
+    fastest: dict[int, float] = {}
+    for _ in range(2):  # at two times, as other work on the machine comes and goes
+        started = time.perf_counter()
+        for num_tokens in sizes:
+            if num_tokens > sizes[:3][-1] and time.perf_counter() - started > DRAFT_TABLE_S:
+                sizes = sizes[: sizes.index(num_tokens)]
+                break
+            arguments = {"num_tokens": num_tokens, "num_logits": num_tokens}
+            (seconds,) = executor.call("measure_prefill", arguments)
+            fastest[num_tokens] = min(float(seconds), fastest.get(num_tokens, float(seconds)))
+    return sorted(fastest.items())
 
 
 def _time_chunks(executor: InProcess, resolved: Resolved) -> list[TimedChunk]:
