@@ -60,7 +60,7 @@ def test_each_command_that_is_shown_is_taken(command: str, monkeypatch: pytest.M
     words = shlex.split(command, comments=True)[1:]
     if words[:1] == ["bench"] and "WHAT" in words:
         words[1:2] = ["latency"]
-    if words in (["bench", "latency"], ["bench", "throughput"]):
+    if words in (["bench", "latency"], ["bench", "throughput"], ["bench", "spec"]):
         words.append("MODEL")
     of_several = [*(f"bench_{what}" for what in WHAT), *(f"tiers_{what}" for what in TIERS)]
     for name in [*(set(COMMANDS) - {"bench", "tiers"}), *of_several]:
