@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", action="append", default=[], metavar="NAME=JSON", help="one more --speculative-config to compare"
     )
     parser.add_argument(
-        "--num-speculative-tokens", type=number("int", 1), default=16, metavar="N", help="most drafts (default: 16)"
+        "--num-speculative-tokens", type=number("int", 1), default=32, metavar="N", help="most drafts (default: 32)"
     )
     parser.add_argument(
         "--output-len", type=number("int", 2), default=128, metavar="N", help="most output tokens (default: 128)"
