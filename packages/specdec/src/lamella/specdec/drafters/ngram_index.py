@@ -10,62 +10,20 @@ depends on how long the row is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lamella.specdec.errors import InputError
-
-MAX_TOKEN_ID = 2**31 - 1
+from lamella.specdec.drafters.index_drafter import ReferenceIndex, ReferenceRow
 
 
-class ReferenceNgramIndex:
+class ReferenceNgramIndex(ReferenceIndex["_Row"]):
     """Index over rows by (row, generation). Lengths min_len to max_len; earliest: keep the first occurrence of each."""
 
     def __init__(self, min_len: int, max_len: int, earliest: bool) -> None:
+        super().__init__()
         self._min_len = min_len
         self._max_len = max_len
         self._earliest = earliest
-        self._rows: dict[int, _Row] = {}
 
-    def __len__(self) -> int:
-        """Number of rows known."""
-        return len(self._rows)
-
-    def observe(self, rows: Sequence[int], generations: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Append to each row the ids beyond those it already has; a new generation starts the row afresh."""
-        if not len(rows) == len(generations) == len(token_ids):
-            raise InputError("rows, generations and token_ids must be of one length")
-        for row, generation, ids in zip(rows, generations, token_ids):
-            known = self._rows.get(row)
-            if known is None or known.generation != generation:
-                known = self._rows[row] = _Row(generation)
-            if len(ids) < len(known.ids):
-                raise InputError(
-                    f"row {row} had {len(known.ids)} ids and now has {len(ids)}: forget the row first, "
-                    "or raise its generation"
-                )
-            for position in range(len(known.ids), len(ids)):
-                token_id = int(ids[position])
-                if not 0 <= token_id <= MAX_TOKEN_ID:
-                    raise InputError(
-                        f"row {row} has token id {token_id} at position {position}, valid ids are 0 to {MAX_TOKEN_ID}"
-                    )
-                self._append(known, token_id)
-
-    def propose(self, rows: Sequence[int], generations: Sequence[int], max_lens: Sequence[int]) -> list[list[int]]:
-        """Per row max_len drafts, or none if no n-gram occurred before or the row is not known in this generation."""
-        if not len(rows) == len(generations) == len(max_lens):
-            raise InputError("rows, generations and max_lens must be of one length")
-        drafts: list[list[int]] = []
-        for row, generation, max_len in zip(rows, generations, max_lens):
-            known = self._rows.get(row)
-            fresh = known is not None and known.generation == generation
-            drafts.append(self._propose(known, max_len) if known is not None and fresh else [])
-        return drafts
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Drop these rows; unknown ones are ignored."""
-        for row in rows:
-            self._rows.pop(row, None)
+    def _new_row(self, generation: int) -> _Row:
+        return _Row(generation)
 
     def _append(self, row: _Row, token_id: int) -> None:
         end = len(row.ids)
@@ -88,12 +46,11 @@ class ReferenceNgramIndex:
         return []
 
 
-class _Row:
-    """ids seen so far, and for each n-gram in ids[0, len - 1) the position behind the occurrence that counts."""
+class _Row(ReferenceRow):
+    """For each n-gram in ids[0, len - 1) the position behind the occurrence that counts."""
 
-    __slots__ = ("ends", "generation", "ids")
+    __slots__ = ("ends",)
 
     def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.ids: list[int] = []
+        super().__init__(generation)
         self.ends: dict[tuple[int, ...], int] = {}

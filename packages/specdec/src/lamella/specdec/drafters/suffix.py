@@ -6,13 +6,11 @@ The native index serves where it was built; else its Python reference, with the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Protocol
 
-from lamella.specdec.batch import DraftBatch
 from lamella.specdec.config import SuffixConfig
+from lamella.specdec.drafters.index_drafter import IndexDrafter, TokenIndex
 from lamella.specdec.drafters.suffix_index import ReferenceSuffixIndex
-from lamella.specdec.protocols import DrafterNeeds, DraftView
 
 try:
     from lamella.specdec import _C as native
@@ -22,8 +20,8 @@ except ImportError:  # built without a compiler
 _warned = False
 
 
-class SuffixIndex(Protocol):
-    """What the drafter asks of an index; see ReferenceSuffixIndex for the meaning."""
+class SuffixIndex(TokenIndex, Protocol):
+    """What can be asked of it besides; see ReferenceSuffixIndex for the meaning."""
 
     @property
     def num_cached_requests(self) -> int: ...
@@ -31,13 +29,10 @@ class SuffixIndex(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def num_nodes(self) -> int: ...
-    def observe(self, rows: Sequence[int], generations: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None: ...
-    def propose(self, rows: Sequence[int], generations: Sequence[int], max_lens: Sequence[int]) -> list[list[int]]: ...
-    def forget(self, rows: Sequence[int]) -> None: ...
 
 
-class SuffixDrafter:
-    """Proposes what most often followed the row's end, in the row itself or in finished outputs. Satisfies `Drafter`.
+class SuffixDrafter(IndexDrafter):
+    """Proposes what most often followed the row's end, in the row itself or in finished outputs.
 
     Rows draft as many tokens as their match and the counts justify, so lengths differ by row and step, 0 included.
     A step costs O(new ids · depth) in observe() and at most O(depth²) a row in propose(), whatever the context's length
@@ -46,24 +41,8 @@ class SuffixDrafter:
     """
 
     def __init__(self, config: SuffixConfig, index: SuffixIndex | None = None) -> None:
+        super().__init__(config, index if index is not None else open_index(config))
         self.config = config
-        self.needs = DrafterNeeds(max_drafts=config.num_speculative_tokens, host_ids=True, one_hot=True)
-        self._index = index if index is not None else open_index(config)
-
-    def observe(self, view: DraftView) -> None:
-        """Count the ids that are new since each row was last seen; the output of a row with a new generation joins the
-        finished ones. Raises InputError if a row became shorter within its generation, or has an id below 0."""
-        self._index.observe(view.rows, view.generations, view.token_ids)
-
-    def propose(self, view: DraftView, max_len: int | Sequence[int]) -> DraftBatch:
-        """Up to max_len drafts per row, never more than num_speculative_tokens. Changes no later answer."""
-        limit = self.config.num_speculative_tokens
-        lens = [max_len] * len(view.rows) if isinstance(max_len, int) else max_len
-        return DraftBatch(self._index.propose(view.rows, view.generations, [min(n, limit) for n in lens]))
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Drop these rows; their outputs join the finished ones."""
-        self._index.forget(rows)
 
 
 def open_index(config: SuffixConfig) -> SuffixIndex:

@@ -15,12 +15,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from lamella.specdec.errors import InputError
-
-MAX_TOKEN_ID = 2**31 - 1
+from lamella.specdec.drafters.index_drafter import ReferenceIndex, ReferenceRow
 
 
-class ReferenceSuffixIndex:
+class ReferenceSuffixIndex(ReferenceIndex["_Row"]):
     """Index over rows by (row, generation), and the outputs of rows that are gone.
 
     A row's output is what came behind the ids that it was first seen with. When the row is forgotten or changes owner,
@@ -37,20 +35,16 @@ class ReferenceSuffixIndex:
         max_spec_offset: float,
         min_token_prob: float,
     ) -> None:
+        super().__init__()
         self._max_depth = max_tree_depth
         self._max_requests = max_cached_requests
         self._max_tokens = max_cached_tokens
         self._factor = max_spec_factor
         self._offset = max_spec_offset
         self._min_prob = min_token_prob
-        self._rows: dict[int, _Row] = {}
         self._finished = _Windows(max_tree_depth)
         self._outputs: deque[list[int]] = deque()
         self._num_tokens = 0
-
-    def __len__(self) -> int:
-        """Number of rows known."""
-        return len(self._rows)
 
     @property
     def num_cached_requests(self) -> int:
@@ -67,48 +61,19 @@ class ReferenceSuffixIndex:
         """Windows counted, of all rows and outputs. The native index needs fewer for the same counts."""
         return self._finished.num_nodes + sum(row.windows.num_nodes for row in self._rows.values())
 
-    def observe(self, rows: Sequence[int], generations: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Append to each row the ids beyond those it already has; a new generation starts the row afresh."""
-        if not len(rows) == len(generations) == len(token_ids):
-            raise InputError("rows, generations and token_ids must be of one length")
-        for row, generation, ids in zip(rows, generations, token_ids):
-            known = self._rows.get(row)
-            if known is None or known.generation != generation:
-                self.forget([row])
-                known = self._rows[row] = _Row(generation, self._max_depth)
-            if len(ids) < len(known.ids):
-                raise InputError(
-                    f"row {row} had {len(known.ids)} ids and now has {len(ids)}: forget the row first, "
-                    "or raise its generation"
-                )
-            for position in range(len(known.ids), len(ids)):
-                token_id = int(ids[position])
-                if not 0 <= token_id <= MAX_TOKEN_ID:
-                    raise InputError(
-                        f"row {row} has token id {token_id} at position {position}, valid ids are 0 to {MAX_TOKEN_ID}"
-                    )
-                known.ids.append(token_id)
-                known.windows.append(token_id)
-            if known.prompt_len == 0:
-                known.prompt_len = len(known.ids)
+    def _new_row(self, generation: int) -> _Row:
+        return _Row(generation, self._max_depth)
 
-    def propose(self, rows: Sequence[int], generations: Sequence[int], max_lens: Sequence[int]) -> list[list[int]]:
-        """Per row at most max_len drafts; none if nothing matches or the row is not known in this generation."""
-        if not len(rows) == len(generations) == len(max_lens):
-            raise InputError("rows, generations and max_lens must be of one length")
-        drafts: list[list[int]] = []
-        for row, generation, max_len in zip(rows, generations, max_lens):
-            known = self._rows.get(row)
-            fresh = known is not None and known.generation == generation
-            drafts.append(self._propose(known, max_len) if known is not None and fresh else [])
-        return drafts
+    def _append(self, row: _Row, token_id: int) -> None:
+        row.ids.append(token_id)
+        row.windows.append(token_id)
 
-    def forget(self, rows: Sequence[int]) -> None:
-        """Drop these rows and keep their outputs; unknown ones are ignored."""
-        for row in rows:
-            gone = self._rows.pop(row, None)
-            if gone is not None:
-                self._keep(gone.ids[max(gone.prompt_len, len(gone.ids) - self._max_tokens) :])
+    def _appended(self, row: _Row) -> None:
+        if row.prompt_len == 0:
+            row.prompt_len = len(row.ids)
+
+    def _dropped(self, row: _Row) -> None:
+        self._keep(row.ids[max(row.prompt_len, len(row.ids) - self._max_tokens) :])
 
     def _keep(self, output: list[int]) -> None:
         if self._max_requests == 0 or len(output) < 2:  # of a single id nothing is learnt
@@ -157,14 +122,13 @@ class ReferenceSuffixIndex:
         return score, drafts
 
 
-class _Row:
-    """ids seen so far, of which the first prompt_len were there when the row was first seen."""
+class _Row(ReferenceRow):
+    """The first prompt_len of its ids were there when it was first seen."""
 
-    __slots__ = ("generation", "ids", "prompt_len", "windows")
+    __slots__ = ("prompt_len", "windows")
 
     def __init__(self, generation: int, max_depth: int) -> None:
-        self.generation = generation
-        self.ids: list[int] = []
+        super().__init__(generation)
         self.prompt_len = 0
         self.windows = _Windows(max_depth)
 
