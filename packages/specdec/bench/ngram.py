@@ -9,14 +9,12 @@ The peer is the same drafter's Python reference, and, for a proposal, a scan ove
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import random
 import struct
-import subprocess
 import time
 from collections.abc import Callable
+
+from report import write_report
 
 from lamella.specdec import NgramConfig, NgramDrafter, Rows
 from lamella.specdec.drafters.ngram import native
@@ -130,15 +128,7 @@ def main() -> None:
         add(f"step of {ROWS} rows, {num_tokens} ids each", step_us, "python", reference_step_us, STEP_TARGET_US, ok)
         add(f"propose, per row, {num_tokens} ids", propose_us, "scan", measure_scan(num_tokens), None, True)
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        report = {
-            "machine": f"{platform.machine()} {platform.system()}",
-            "commit": commit.stdout.strip(),
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        write_report(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from lamella.specdec.batch import Verdict
-from lamella.specdec.verify.judged import Judged, below_one, check_uniforms, draw, residual_or
+from lamella.specdec.verify.judged import Judged, below_one, check_uniforms
 
 
 def verify_block(
@@ -60,10 +60,4 @@ def verify_block(
         keeps = (accept[:, i] < threshold) & (num_drafts > i)
         num_accepted = torch.where(keeps, i + 1, num_accepted)
         kept_weight = torch.where(keeps, weight, kept_weight)
-    weights = judged.target(num_accepted)
-    if judged.width:
-        refused = (num_accepted < num_drafts)[:, None]
-        q_row = judged.draft(num_accepted.clamp(max=judged.width - 1))
-        weights = torch.where(refused, residual_or(weights, kept_weight, q_row), weights)
-    next_ids = draw(weights, below_one(next_uniforms).gather(1, num_accepted[:, None])[:, 0])
-    return judged.verdict(num_accepted, next_ids)
+    return judged.close_chain(num_accepted, num_drafts, kept_weight, next_uniforms)

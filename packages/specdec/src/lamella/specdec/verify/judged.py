@@ -74,6 +74,23 @@ class Judged:
         value = law.gather(1, ids.clamp(min=0, max=self.vocab - 1)[:, None])[:, 0]
         return torch.where(known, value, 0.0)
 
+    def close_chain(
+        self,
+        num_accepted: torch.Tensor,  # [num_rows]
+        num_drafts: torch.Tensor,  # [num_rows]
+        kept_weight: torch.Tensor,  # [num_rows] of the target's law, where a draft was refused
+        next_uniforms: torch.Tensor,  # [num_rows, width + 1]
+    ) -> Verdict[torch.Tensor]:
+        """Draw the id behind the accepted drafts: of what the refused one's law leaves, or else of the target's."""
+        weights = self.target(num_accepted)
+        if self.width:
+            refused = (num_accepted < num_drafts)[:, None]
+            q_row = self.draft(num_accepted.clamp(max=self.width - 1))
+            weights = torch.where(refused, residual_or(weights, kept_weight, q_row), weights)
+        return self.verdict(
+            num_accepted, draw(weights, below_one(next_uniforms).gather(1, num_accepted[:, None])[:, 0])
+        )
+
     def verdict(self, num_accepted: torch.Tensor, next_ids: torch.Tensor) -> Verdict[torch.Tensor]:
         """The two [num_rows] as int32; rows without logits say 0 and NO_DRAFT."""
         sampled = self.num_logits > 0

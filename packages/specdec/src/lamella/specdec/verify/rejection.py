@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from lamella.specdec.batch import Verdict
-from lamella.specdec.verify.judged import Judged, below_one, check_uniforms, draw, residual_or
+from lamella.specdec.verify.judged import Judged, below_one, check_uniforms
 
 
 def verify_rejection(
@@ -41,8 +41,7 @@ def verify_rejection(
     with samples (verify_one_hot), leave every id as it is.
 
     A draft to which q gives nothing was not drawn from q: it is refused. Temperature 0 is a target law with all its
-    mass
-    on one id. Reads nothing back to the host. Raises InputError naming the argument that does not fit.
+    mass on one id. Reads nothing back to the host. Raises InputError naming the argument that does not fit.
     """
     judged = Judged(probs, drafts, logits_start, draft_probs)
     check_uniforms("accept_uniforms", accept_uniforms, (judged.num_rows, judged.width))
@@ -57,10 +56,5 @@ def verify_rejection(
         # strict, so that u = 0 does not accept what the target never says
         stands = (q > 0) & (accept[:, i] * q < p) & (num_drafts > i)
         num_accepted = num_accepted + (stands & (num_accepted == i))
-    weights = judged.target(num_accepted)
-    if judged.width:
-        refused = (num_accepted < num_drafts)[:, None]
-        q_row = judged.draft(num_accepted.clamp(max=judged.width - 1))
-        weights = torch.where(refused, residual_or(weights, torch.ones_like(accept[:, 0]), q_row), weights)
-    next_ids = draw(weights, below_one(next_uniforms).gather(1, num_accepted[:, None])[:, 0])
-    return judged.verdict(num_accepted, next_ids)
+    whole = torch.ones(judged.num_rows, dtype=torch.float64, device=probs.device)
+    return judged.close_chain(num_accepted, num_drafts, whole, next_uniforms)
