@@ -19,7 +19,7 @@ BENCHES = Path(__file__).parent.parent / "bench"
     ("name", "load", "num_rows"),
     [
         ("ngram", ["--contexts", "300"], 3),
-        ("suffix", ["--context", "300", "--outputs", "60", "--output-len", "20"], 7),
+        ("suffix", ["--context", "300", "--outputs", "60", "--output-len", "20"], 8),
     ],
 )
 def test_the_bench_writes_its_rows(tmp_path, name, load, num_rows):
