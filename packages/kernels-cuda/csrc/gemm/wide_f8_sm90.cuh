@@ -17,6 +17,7 @@
 #include "device/launch.cuh"
 #include "device/wgmma.cuh"
 #include "device/cluster.cuh"
+#include "device/ring.cuh"
 #include "gemm/gemm.h"
 
 namespace lamella {
@@ -41,21 +42,6 @@ struct WideF8Shape {
 struct WideF8Plan {
   CUtensorMap x, w;
   int num_m, num_n, num_k;  // tiles along M, pairs of tiles along N, units along K
-};
-
-// Place in a ring of buffers.
-template <int kCount>
-struct WideF8Ring {
-  int at = 0;
-  uint32_t parity;
-
-  __device__ explicit WideF8Ring(uint32_t parity) : parity(parity) {}
-  __device__ __forceinline__ void advance() {
-    if (++at == kCount) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 // Where a tile starts, for the thread block of this rank.
@@ -204,7 +190,7 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
         for (int k = 0; k < early; ++k) weights(k, t, k);
       }
       wait_predecessor();
-      WideF8Ring<kStages> ring(1);
+      Ring<kStages> ring(1);
       int left = early;
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const Tile t(tile, plan, rank);
@@ -212,10 +198,10 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
           if (left > 0) {
             --left;
           } else {
-            barrier_wait(empty + ring.at, ring.parity);
-            weights(ring.at, t, k);
+            barrier_wait(empty + ring.stage, ring.parity);
+            weights(ring.stage, t, k);
           }
-          tokens(ring.at, t, k);
+          tokens(ring.stage, t, k);
           ring.advance();
         }
       }
@@ -225,7 +211,7 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
       const int unit = lane % 8, token = (warp - 9) * 4 + lane / 8;
       const int64_t row_step = int64_t{8} * plan.num_k;
       const int last_row = static_cast<int>((g.n + 127) / 128) - 1;
-      WideF8Ring<Shape::kScaleBuffers> ring(1);
+      Ring<Shape::kScaleBuffers> ring(1);
       wait_predecessor();
       for (int tile = first_tile; tile < num_tiles; tile += step) {
         const Tile t(tile, plan, rank);
@@ -237,8 +223,8 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
           const float weight = have ? __ldg(w_scale + k) : 0.f;
           const int rows = have ? static_cast<int>(min(g.m - t.row - token, int64_t{Shape::kRows})) : 0;
           const float* from = x_scale + k;
-          float* to = scales + ring.at * (Shape::kScaleBytes / 4) + unit * Shape::kPitch + token;
-          barrier_wait(scales_empty + ring.at, ring.parity);
+          float* to = scales + ring.stage * (Shape::kScaleBytes / 4) + unit * Shape::kPitch + token;
+          barrier_wait(scales_empty + ring.stage, ring.parity);
 #pragma unroll 1
           for (int r = 0; r < Shape::kRows; r += 8 * kBatch) {
             float values[kBatch];
@@ -252,7 +238,7 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
             for (int i = 0; i < kBatch; ++i) to[r + 8 * i] = values[i] * weight;
           }
           __syncwarp();
-          if (lane == 0) barrier_arrive(scales_full + ring.at);
+          if (lane == 0) barrier_arrive(scales_full + ring.stage);
           ring.advance();
         }
       }
@@ -265,8 +251,8 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
     const uint32_t other_empty = pair::address_in(rank ^ 1, empty);
     const int first_token = group * 64 * kSets + warp % 4 * 16;  // of this warp's first set, in the tile
     char* slice = slices + warp * Shape::kSliceBytes;
-    WideF8Ring<kStages> ring(0);
-    WideF8Ring<Shape::kScaleBuffers> scale_ring(0);
+    Ring<kStages> ring(0);
+    Ring<Shape::kScaleBuffers> scale_ring(0);
     // The second warpgroup starts when the first has its first sums: from then on one multiplies while the other adds.
     bool leads = group == 0;
     if (!leads) sync_some(1, 256);
@@ -280,11 +266,11 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
       }
 #pragma unroll 1
       for (int k = 0; k < plan.num_k; ++k) {
-        if (kBlocks && k % Shape::kUnits == 0) barrier_wait(scales_full + scale_ring.at, scale_ring.parity);
-        const float* scale = scales + scale_ring.at * (Shape::kScaleBytes / 4) + k % Shape::kUnits * Shape::kPitch +
+        if (kBlocks && k % Shape::kUnits == 0) barrier_wait(scales_full + scale_ring.stage, scale_ring.parity);
+        const float* scale = scales + scale_ring.stage * (Shape::kScaleBytes / 4) + k % Shape::kUnits * Shape::kPitch +
                              first_token + lane / 4;
-        barrier_wait(full + ring.at, ring.parity);
-        const char* here = stages + ring.at * Shape::kStageBytes;
+        barrier_wait(full + ring.stage, ring.parity);
+        const char* here = stages + ring.stage * Shape::kStageBytes;
         const uint64_t a = wgmma_tile(here + group * kSets * 8192), b = wgmma_tile(here + Shape::kTokenBytes);
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
@@ -296,8 +282,8 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
             }
           });
           if (set == kSets - 1 && lane == 0) {
-            barrier_arrive(empty + ring.at);
-            pair::arrive(other_empty + ring.at * 8);
+            barrier_arrive(empty + ring.stage);
+            pair::arrive(other_empty + ring.stage * 8);
           }
           if (leads) {
             asm volatile("bar.arrive 1, 256;" ::: "memory");
@@ -312,7 +298,7 @@ __global__ void __launch_bounds__(WideF8Shape<kSets>::kThreads, 1)
         ring.advance();
         if (kBlocks && (k % Shape::kUnits == Shape::kUnits - 1 || k == plan.num_k - 1)) {
           __syncwarp();  // all lanes have read
-          if (lane == 0) barrier_arrive(scales_empty + scale_ring.at);
+          if (lane == 0) barrier_arrive(scales_empty + scale_ring.stage);
           scale_ring.advance();
         }
       }

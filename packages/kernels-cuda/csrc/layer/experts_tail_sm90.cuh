@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   static_assert(Shape::kTiles == 1 && Shape::kWarps == kExpertsTokens && sizeof(Choice) <= Shape::kExtra, "");
   constexpr int kHeld = Shape::kHeld;
   extern __shared__ char raw[];
-  TailStages<Shape> stages(raw);
+  const bool loads = threadIdx.x >= Shape::kConsumers;
+  TailStages<Shape> stages(raw, loads ? 1 : 0);
   Choice& choice = *reinterpret_cast<Choice*>(stages.extra);
   if (threadIdx.x == 0) {
     barrier_init(&choice.done, 1);
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   unsigned* open = reinterpret_cast<unsigned*>(met + 16);
 
-  if (threadIdx.x >= Shape::kConsumers) {
+  if (loads) {
     if (threadIdx.x != Shape::kConsumers) return;
     const uint64_t once = evict_first_policy();
     const auto row = [](int tile) { return tile * kTailRows; };
@@ -140,29 +141,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Consumer = TailConsumer<T, Shape>;
   Consumer consumer(stages, p.m, met);
   const int g = consumer.g;
-  T* residual = static_cast<T*>(p.residual);
-  const auto add = [&](int tile, float low, float high, int token) {
-    T* to = residual + token * p.residual_stride + tile * kTailRows + g;
-    grow(to, low);
-    grow(to + 8, high);
-  };
-  consumer.hold(static_cast<const T*>(p.attended), p.attended_stride, depths(p.a));
-  consumer.template multiply<1, false>(depths(p.a), nullptr, 0, add);
-  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.mlp_norm, p.eps);
-  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
-    T* to = logits + token * p.num_experts + tile * kTailRows + g;
-    to[0] = from_float<T>(low);
-    to[8] = from_float<T>(high);
-  });
+  const AddTile<T> add = begin_tail(consumer, p);
+  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, StoreTile<T>{logits, p.num_experts, g});
   consumer.meet();
   choose(choice, p, logits, consumer);
   const int num_chosen = choice.counts[kExpertsTokens];
   consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
     const unsigned j = static_cast<unsigned>(choice.slots[tile / inner_tiles] >> (8 * token)) & 0xff;
     if (j == 0xff) return;
-    const float gate = to_float(from_float<T>(low)), up = to_float(from_float<T>(high));
-    const float act = to_float(from_float<T>(__fdividef(gate, 1.f + __expf(-gate))));
-    inner[(token * p.top_k + j) * p.i + tile % inner_tiles * 8 + g] = from_float<T>(act * up);
+    inner[(token * p.top_k + j) * p.i + tile % inner_tiles * 8 + g] = gated<T>(low, high);
   });
   consumer.meet();
   if (block == 0 && threadIdx.x == 0) *open = 0;  // for the next launch
@@ -203,17 +190,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     consumer.template add_up<1>(sum, 1, [&](int, float low, float high, int token) { add(tile, low, high, token); });
   }
-  launch_successor();
-  if (p.w_qkv == nullptr) {
-    consumer.next_tiles();
-    return;
-  }
-  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.next_norm, p.eps);
-  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
-    T* to = static_cast<T*>(p.qkv) + token * p.qkv_stride + tile * kTailRows + g;
-    to[0] = from_float<T>(low);
-    to[8] = from_float<T>(high);
-  });
+  end_tail(consumer, p);
 #endif
 }
 

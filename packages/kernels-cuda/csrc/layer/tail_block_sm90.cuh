@@ -20,6 +20,7 @@
 
 #include "device/dtype.cuh"
 #include "device/launch.cuh"
+#include "device/ring.cuh"
 #include "device/tma.cuh"
 
 namespace lamella {
@@ -114,13 +115,12 @@ struct TailStages {
   uint64_t* full;
   uint64_t* empty;
   int2* tiles;  // whose first stage this is: its number and that of the tile that shares its tokens; -1: none
-  int stage = 0;
-  uint32_t parity = 0;
-  int flying = 0, landing = 0;  // of the loader: stages on their way, the first of them
-  uint32_t landing_parity = 0;
+  Ring<Shape::kStages> here;
+  Ring<Shape::kStages> landing{0};  // of the loader: the first of the stages on their way
+  int flying = 0;                   // their number
 
   // By all threads of the block.
-  __device__ __forceinline__ explicit TailStages(char* raw) {
+  __device__ __forceinline__ TailStages(char* raw, uint32_t parity) : here(parity) {
     stages = raw + (1024 - shared_address(raw) % 1024) % 1024;
     sums = reinterpret_cast<float*>(stages + Shape::kStages * Shape::kStageBytes);
     squares = sums + Shape::kSumBytes / 4;
@@ -136,39 +136,30 @@ struct TailStages {
       barrier_init_done();
     }
   }
-  __device__ __forceinline__ void advance() {
-    if (++stage == Shape::kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
   // By the loading thread: the next stage is free.
   __device__ __forceinline__ void claim() {
     if (flying == Shape::kFlying) {
-      barrier_wait(full + landing, landing_parity);
-      if (++landing == Shape::kStages) {
-        landing = 0;
-        landing_parity ^= 1;
-      }
+      barrier_wait(full + landing.stage, landing.parity);
+      landing.advance();
     } else {
       ++flying;
     }
-    barrier_wait(empty + stage, parity ^ 1);
+    barrier_wait(empty + here.stage, here.parity);
   }
   // One stage: rows row .. row + 7 and second .. second + 7 of the map, k-th stage along K.
   __device__ __forceinline__ void load(const CUtensorMap* map, int row, int second, int k, uint64_t policy) {
-    barrier_expect(full + stage, Shape::kStageBytes);
-    char* to = stages + stage * Shape::kStageBytes;
-    load_rows(to, map, full + stage, k * (Shape::kDepth / 64), row, policy);
-    load_rows(to + Shape::kBoxBytes, map, full + stage, k * (Shape::kDepth / 64), second, policy);
-    advance();
+    barrier_expect(full + here.stage, Shape::kStageBytes);
+    char* to = stages + here.stage * Shape::kStageBytes;
+    load_rows(to, map, full + here.stage, k * (Shape::kDepth / 64), row, policy);
+    load_rows(to + Shape::kBoxBytes, map, full + here.stage, k * (Shape::kDepth / 64), second, policy);
+    here.advance();
   }
   // A product has no more tiles.
   __device__ __forceinline__ void close() {
     claim();
-    tiles[stage] = int2{-1, -1};
-    barrier_arrive(full + stage);
-    advance();
+    tiles[here.stage] = int2{-1, -1};
+    barrier_arrive(full + here.stage);
+    here.advance();
   }
   // A whole product: next() is the block's next tile, or one behind the last. pair: two tiles at a time, the second a
   // grid behind. row(tile): of its first 8 rows.
@@ -184,7 +175,7 @@ struct TailStages {
         for (int t = 0; t < 2; ++t) {
           if (t == 1 && second < 0) break;
           claim();
-          if (k == 0 && t == 0) tiles[stage] = int2{tile, second};
+          if (k == 0 && t == 0) tiles[here.stage] = int2{tile, second};
           load(map, rows[t], rows[t] + apart, k, policy);
         }
       }
@@ -337,19 +328,19 @@ struct TailConsumer {
 
   // The next stage of weights by the tokens of a slot.
   __device__ __forceinline__ void multiply_stage(Sums& c, int slot) {
-    barrier_wait(at.full + at.stage, at.parity);
+    barrier_wait(at.full + at.here.stage, at.here.parity);
     uint4 low[kPieces], high[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int piece = warp * kPieces + i;
       const char* from =
-          at.stages + at.stage * Shape::kStageBytes + piece / 2 * 1024 + g * 128 + ((piece % 2 * 4 + kq) ^ g) * 16;
+          at.stages + at.here.stage * Shape::kStageBytes + piece / 2 * 1024 + g * 128 + ((piece % 2 * 4 + kq) ^ g) * 16;
       low[i] = *reinterpret_cast<const uint4*>(from);
       high[i] = *reinterpret_cast<const uint4*>(from + Shape::kBoxBytes);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(at.empty + at.stage);
-    at.advance();
+    if (lane == 0) barrier_arrive(at.empty + at.here.stage);
+    at.here.advance();
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -388,12 +379,12 @@ struct TailConsumer {
 
   // The tiles whose stages come next; x < 0: the product has no more.
   __device__ __forceinline__ int2 next_tiles() {
-    barrier_wait(at.full + at.stage, at.parity);
-    const int2 found = at.tiles[at.stage];
+    barrier_wait(at.full + at.here.stage, at.here.parity);
+    const int2 found = at.tiles[at.here.stage];
     if (found.x < 0) {
       __syncwarp();
-      if (lane == 0) barrier_arrive(at.empty + at.stage);
-      at.advance();
+      if (lane == 0) barrier_arrive(at.empty + at.here.stage);
+      at.here.advance();
     }
     return found;
   }
@@ -428,6 +419,63 @@ struct TailConsumer {
     }
   }
 };
+
+// silu(gate) * up, rounded as lamella_gated_activation() does.
+template <class T>
+__device__ __forceinline__ T gated(float gate_sum, float up_sum) {
+  const float gate = to_float(from_float<T>(gate_sum)), up = to_float(from_float<T>(up_sum));
+  return from_float<T>(to_float(from_float<T>(__fdividef(gate, 1.f + __expf(-gate)))) * up);
+}
+
+// What multiply() writes: rows of a tile into [tokens, ..].
+template <class T>
+struct StoreTile {
+  T* to;
+  int64_t stride;
+  int g;
+  __device__ __forceinline__ void operator()(int tile, float low, float high, int token) const {
+    T* at = to + token * stride + tile * kTailRows + g;
+    at[0] = from_float<T>(low);
+    at[8] = from_float<T>(high);
+  }
+};
+
+// The same, added to what is there.
+template <class T>
+struct AddTile {
+  T* to;
+  int64_t stride;
+  int g;
+  __device__ __forceinline__ void operator()(int tile, float low, float high, int token) const {
+    T* at = to + token * stride + tile * kTailRows + g;
+    grow(at, low);
+    grow(at + 8, high);
+  }
+};
+
+// How both tails begin and end; p is either's arguments.
+template <class T, class Shape, class Tail>
+__device__ __forceinline__ AddTile<T> begin_tail(TailConsumer<T, Shape>& consumer, const Tail& p) {
+  T* residual = static_cast<T*>(p.residual);
+  const AddTile<T> add{residual, p.residual_stride, consumer.g};
+  const int num_k = static_cast<int>(p.a / Shape::kDepth);
+  consumer.hold(static_cast<const T*>(p.attended), p.attended_stride, num_k);
+  consumer.template multiply<1, false>(num_k, nullptr, 0, add);
+  consumer.meet_and_norm(residual, p.residual_stride, static_cast<int>(p.h / Shape::kDepth), p.mlp_norm, p.eps);
+  return add;
+}
+template <class T, class Shape, class Tail>
+__device__ __forceinline__ void end_tail(TailConsumer<T, Shape>& consumer, const Tail& p) {
+  launch_successor();
+  if (p.w_qkv == nullptr) {
+    consumer.next_tiles();
+    return;
+  }
+  const int num_k = static_cast<int>(p.h / Shape::kDepth);
+  consumer.meet_and_norm(static_cast<const T*>(p.residual), p.residual_stride, num_k, p.next_norm, p.eps);
+  consumer.template multiply<1, false>(num_k, nullptr, 0,
+                                       StoreTile<T>{static_cast<T*>(p.qkv), p.qkv_stride, consumer.g});
+}
 
 // Asks for memory to be brought into L2: the block's part, by the loading thread.
 __device__ __forceinline__ void prefetch_part(const void* from, int64_t bytes) {

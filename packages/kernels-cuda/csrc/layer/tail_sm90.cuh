@@ -16,14 +16,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                       unsigned long long* met, T* inner) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
-  TailStages<Shape> stages(raw);
+  const bool loads = threadIdx.x >= Shape::kConsumers;
+  TailStages<Shape> stages(raw, loads ? 1 : 0);
   __syncthreads();
   const auto depths = [](int64_t width) { return static_cast<int>(width / Shape::kDepth); };
   const int hidden_tiles = static_cast<int>(p.h / kTailRows), inner_tiles = static_cast<int>(p.i / 8);
   const int qkv_tiles = p.w_qkv != nullptr ? static_cast<int>(p.q / kTailRows) : 0;
   unsigned* open = reinterpret_cast<unsigned*>(met + 16);
 
-  if (threadIdx.x >= Shape::kConsumers) {
+  if (loads) {
     if (threadIdx.x != Shape::kConsumers) return;
     const uint64_t once = evict_first_policy();
     const auto row = [](int tile) { return tile * kTailRows; };
@@ -41,34 +42,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   TailConsumer<T, Shape> consumer(stages, p.m, met);
   const int g = consumer.g;
-  T* residual = static_cast<T*>(p.residual);
-  const auto add = [&](int tile, float low, float high, int token) {
-    T* to = residual + token * p.residual_stride + tile * kTailRows + g;
-    grow(to, low);
-    grow(to + 8, high);
-  };
-  consumer.hold(static_cast<const T*>(p.attended), p.attended_stride, depths(p.a));
-  consumer.template multiply<1, false>(depths(p.a), nullptr, 0, add);
-  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.mlp_norm, p.eps);
+  const AddTile<T> add = begin_tail(consumer, p);
   consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
-    const float gate = to_float(from_float<T>(low)), up = to_float(from_float<T>(high));
-    const float act = to_float(from_float<T>(__fdividef(gate, 1.f + __expf(-gate))));
-    inner[token * p.i + tile * 8 + g] = from_float<T>(act * up);
+    inner[token * p.i + tile * 8 + g] = gated<T>(low, high);
   });
   consumer.meet();
   if (blockIdx.x == 0 && threadIdx.x == 0) *open = 0;  // for the next launch
   consumer.template multiply<Shape::kPair, true>(depths(p.i), inner, p.i, add);
-  launch_successor();
-  if (p.w_qkv == nullptr) {
-    consumer.next_tiles();
-    return;
-  }
-  consumer.meet_and_norm(residual, p.residual_stride, depths(p.h), p.next_norm, p.eps);
-  consumer.template multiply<1, false>(depths(p.h), nullptr, 0, [&](int tile, float low, float high, int token) {
-    T* to = static_cast<T*>(p.qkv) + token * p.qkv_stride + tile * kTailRows + g;
-    to[0] = from_float<T>(low);
-    to[8] = from_float<T>(high);
-  });
+  end_tail(consumer, p);
 #endif
 }
 

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
             load_box(stages + stage * Shape::kStageBytes + Shape::kWeightBytes, &maps.h, full + stage, unit * kWidth,
                      block * kTokens, often);
         };
-        MoeRing<kStages> ring(1);
+        Ring<kStages> ring(1);
         if (!kFirst) {
           // fill the buffers with weights while the first product ends, then add the rows that it wrote. More weights
           // come as far as L2.
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
       constexpr int64_t kSize = sizeof(T);
       const int64_t row_bytes = g.x_stride * kSize, k_bytes = g.k * kSize;
       const char* x = static_cast<const char*>(g.x);
-      MoeRing<kStages> ring(1);
+      Ring<kStages> ring(1);
       int ready = 0, pending = 0;
       // copies are made visible to the tensor cores by who made them, kLag units after they were started
       const auto raise = [&] {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
     if (!kFirst) wait_predecessor();
     const int group = warp / 4;
     char* slice = slices + group * Shape::kSliceBytes;
-    MoeRing<kStages> ring(0);
+    Ring<kStages> ring(0);
     MoeTile t;
     while (walk.next(t.tile, t.k, t.k_end)) {
       t.block = t.tile / g.num_tiles;

@@ -1,6 +1,7 @@
 // Parts of the Hopper kernels of gemm_sm90.cuh: which work is whose, and what a consumer does with a tile.
 #pragma once
 
+#include "device/ring.cuh"
 #include "device/wgmma.cuh"
 #include "moe/gemm.cuh"
 
@@ -96,21 +97,6 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   } pair{{from_float<O>(low), from_float<O>(high)}};
   return *reinterpret_cast<uint32_t*>(&pair);
 }
-
-// Place in the ring of buffers.
-template <int kStages>
-struct MoeRing {
-  int stage = 0;
-  uint32_t parity;
-
-  __device__ explicit MoeRing(uint32_t parity) : parity(parity) {}
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // A stretch of a tile as its consumers see it.
 struct MoeTile {

@@ -62,7 +62,7 @@ struct WideTile {
 template <bool kFirst, class T, int kN>
 __device__ __forceinline__ void wide_multiply(float (&gate)[kN / 2], float (&up)[kN / 2], const char* stages,
                                               uint64_t* full, uint64_t* empty, uint32_t peer_empty,
-                                              MoeRing<WideShape<kFirst>::kStages>& ring, int group, int num_k) {
+                                              Ring<WideShape<kFirst>::kStages>& ring, int group, int num_k) {
   using Shape = WideShape<kFirst>;
   const bool leader = threadIdx.x % 32 == 0;
   const auto release = [&](int stage) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
           launch_successor();
           asm volatile("fence.proxy.async;" ::: "memory");  // h was written by ordinary stores
         }
-        MoeRing<kStages> ring(1);
+        Ring<kStages> ring(1);
         int count = 0;
         for (int tile = first_tile; tile < num_tiles; tile += step) {
           const WideTile t(tile, WideTile::size_of(tile, g), g, rank);
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
       const uint32_t row_steps = static_cast<uint32_t>(g.x_stride / 8);
       const int64_t k_bytes = g.k * 2;
       const char* x = static_cast<const char*>(g.x);
-      MoeRing<kStages> ring(1);
+      Ring<kStages> ring(1);
       int ready = 0;
       bool pending = false;
       // copies are made visible to the tensor cores by who made them, when those of the next unit are on their way
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(WideShape<kFirst>::kThreads, 1)
     const int group = warp / 4;
     const uint32_t peer_empty = pair::address_in(rank ^ 1, empty);
     char* slice = slices + group * Shape::kSliceBytes;
-    MoeRing<kStages> ring(0);
+    Ring<kStages> ring(0);
     int next_size = first_tile < num_tiles ? WideTile::size_of(first_tile, g) : 0;
     for (int tile = first_tile; tile < num_tiles; tile += step) {
       const WideTile t(tile, next_size, g, rank);
