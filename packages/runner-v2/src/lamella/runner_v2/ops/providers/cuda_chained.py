@@ -255,13 +255,12 @@ def _bind_tail(
     device, attended, num_qkv = o.weight.device, o.weight.shape[1], qkv.weight.shape[0]
     if isinstance(mlp, _Mlp):
         hidden, inner = mlp.down.weight.shape
-        most = kernels.layer_tail_rows(attended, hidden, inner, num_qkv)
-        return _Tail(workspaces.tail(device, inner), min(most, MAX_TAIL_TOKENS)) if most else None
+        most = min(MAX_TAIL_TOKENS, kernels.layer_tail_rows(attended, hidden, inner, num_qkv))
+        return _Tail(workspaces.tail(device, inner), most) if most else None
     num_experts, hidden, inner = mlp.down.shape
-    most = kernels.experts_tail_rows(attended, hidden, inner, num_qkv, num_experts, mlp.top_k)
-    if not most:
-        return None
-    return _Tail(workspaces.experts_tail(device, inner, num_experts, mlp.top_k), min(most, MAX_TAIL_TOKENS))
+    rows = kernels.experts_tail_rows(attended, hidden, inner, num_qkv, num_experts, mlp.top_k)
+    most = min(MAX_TAIL_TOKENS, rows)
+    return _Tail(workspaces.experts_tail(device, inner, num_experts, mlp.top_k), most) if most else None
 
 
 def _finish_few(hidden: torch.Tensor, attended: torch.Tensor, handle: _Layer, tail: _Tail) -> Ahead | None:

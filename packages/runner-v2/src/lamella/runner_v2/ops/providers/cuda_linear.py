@@ -44,8 +44,7 @@ class Workspaces:
         self._kernels = kernels
         self._max_num_tokens = max_num_tokens
         self._linear: dict[torch.device, torch.Tensor] = {}
-        self._tails: dict[torch.device, torch.Tensor] = {}
-        self._tails_of_experts: dict[torch.device, torch.Tensor] = {}
+        self._tails: dict[tuple[torch.device | int, ...], torch.Tensor] = {}
         self._moe: dict[torch.device, torch.Tensor] = {}
         self._moe_bytes: dict[tuple[int, int, int, int], int] = {}
 
@@ -56,20 +55,18 @@ class Workspaces:
         return self._linear[device]
 
     def tail(self, device: torch.device, inner: int) -> torch.Tensor:
-        """For tails of dense layers of this inner width. Handles that were bound before keep theirs."""
-        return self._larger(self._tails, device, self._kernels.layer_tail_workspace(inner, device))
+        """For tails of dense layers of this inner width."""
+        key = (device, inner)
+        if key not in self._tails:  # the same for every layer
+            self._tails[key] = self._kernels.layer_tail_workspace(inner, device)
+        return self._tails[key]
 
     def experts_tail(self, device: torch.device, inner: int, num_experts: int, top_k: int) -> torch.Tensor:
-        """For tails of layers with experts."""
-        needed = self._kernels.experts_tail_workspace(inner, num_experts, top_k, device)
-        return self._larger(self._tails_of_experts, device, needed)
-
-    def _larger(
-        self, known: dict[torch.device, torch.Tensor], device: torch.device, needed: torch.Tensor
-    ) -> torch.Tensor:
-        if device not in known or known[device].numel() < needed.numel():
-            known[device] = needed
-        return known[device]
+        """For tails of layers with experts of these sizes."""
+        key = (device, inner, num_experts, top_k)
+        if key not in self._tails:
+            self._tails[key] = self._kernels.experts_tail_workspace(inner, num_experts, top_k, device)
+        return self._tails[key]
 
     def moe(self, device: torch.device, top_k: int, num_experts: int, hidden: int, inner: int) -> torch.Tensor:
         """For experts of this shape and steps of up to max_num_tokens. Handles that were bound before keep theirs."""
