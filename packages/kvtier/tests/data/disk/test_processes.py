@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from lamella.kvtier import TicketResult
 from lamella.kvtier.data.disk.checksum import native
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.disk.verify import verify_folder
 from lamella.kvtier.jobs import Presence
-from lamella.kvtier.testing.disk_process import CAPACITY, MAX_OPEN, block_of, blocks, open_store
+from lamella.kvtier.testing.disk_process import CAPACITY, MAX_OPEN, block_of, blocks, open_store, results
 
 ENGINES = ["auto", "threads", "python"] if native is not None else ["python"]
 Written = dict[tuple[int, bytes], "bytes | None"]
@@ -59,16 +58,6 @@ class Writer:
         """All that it can have written."""
         stream = itertools.islice(blocks(self.seed), num_acknowledged + MAX_OPEN)
         return {(group, name): parent for group, name, parent in stream}
-
-
-def results(store: DiskStore, count: int) -> dict[int, TicketResult]:
-    found: dict[int, TicketResult] = {}
-    end = time.monotonic() + 30
-    while len(found) < count:
-        assert time.monotonic() < end, store.stats()
-        store.wait(1.0)
-        found.update({event.ticket: event for event in store.poll() if isinstance(event, TicketResult)})
-    return found
 
 
 def read_all(store: DiskStore, records: list[tuple[int, bytes]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lamella.kvtier import KvTierError, TicketResult
+from lamella.kvtier import KvTierError
 from lamella.kvtier.data.disk import checkpoint, compression
 from lamella.kvtier.data.disk.checksum import native
 from lamella.kvtier.data.disk.header import PAGE
@@ -22,6 +22,7 @@ from lamella.kvtier.data.disk.segment import SegmentName
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.disk.verify import verify_folder
 from lamella.kvtier.jobs import Presence
+from lamella.kvtier.testing.disk_process import results
 
 FINGERPRINT = b"f" * 16
 ENGINES = ["auto", "threads", "python"] if native is not None else ["python"]
@@ -34,16 +35,6 @@ def key(n: int) -> bytes:
 def make(folder: Path, **options) -> DiskStore:
     options = {"fingerprint": FINGERPRINT, "capacity_bytes": 64 << 20, **options}
     return DiskStore(folder / "kv", **options)
-
-
-def results(store: DiskStore, count: int) -> dict[int, TicketResult]:
-    found: dict[int, TicketResult] = {}
-    end = time.monotonic() + 30
-    while len(found) < count:
-        assert time.monotonic() < end, store.stats()
-        store.wait(1.0)
-        found.update({event.ticket: event for event in store.poll() if isinstance(event, TicketResult)})
-    return found
 
 
 @pytest.mark.parametrize("engine", ENGINES)

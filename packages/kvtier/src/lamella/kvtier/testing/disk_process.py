@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import time
 from collections.abc import Iterator
 
 from lamella.kvtier.data.disk.store import DiskStore
@@ -26,6 +27,17 @@ def block_of(group: int, key: bytes) -> bytes:
     seed = hashlib.blake2b(key + bytes([group])).digest()
     num_bytes = 20_000 if group == 0 else 12_288
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
+
+
+def results(store: DiskStore, count: int) -> dict[int, TicketResult]:
+    """So many ends of jobs, by ticket. AssertionError with the store's stats after half a minute."""
+    found: dict[int, TicketResult] = {}
+    end = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < end, store.stats()
+        store.wait(1.0)
+        found.update({event.ticket: event for event in store.poll() if isinstance(event, TicketResult)})
+    return found
 
 
 def blocks(seed: int) -> Iterator[tuple[int, bytes, bytes | None]]:
