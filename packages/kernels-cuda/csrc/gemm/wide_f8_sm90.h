@@ -6,9 +6,8 @@
 namespace lamella {
 
 // The wide kernel takes fp8 products of more rows than this that have at least so many tiles of 128 x 128: fewer leave
-// most multiprocessors without work, where the kernel of gemm_sm90.cuh cuts along K too. Nobody gets it until it has run
-// on a card; 128 rows are meant.
-constexpr int64_t kWideF8Rows = INT64_MAX, kWideF8Tiles = 16;
+// most multiprocessors without work, where the kernel of gemm_sm90.cuh cuts along K too.
+constexpr int64_t kWideF8Rows = 128, kWideF8Tiles = 16;
 
 inline bool wide_f8_serves(const LamellaGemm& g) {
   return static_cast<Elem>(g.elem) == Elem::f8e4m3 && static_cast<Elem>(g.out_elem) == Elem::bf16 &&

@@ -68,7 +68,7 @@ __device__ __forceinline__ void wide_multiply(float (&gate)[kN / 2], float (&up)
   const auto release = [&](int stage) {
     if (leader) {
       barrier_arrive(empty + stage);
-      pair::arrive_visible(peer_empty + stage * 8);
+      pair::arrive(peer_empty + stage * 8);
     }
   };
   // zeros, not a first product that ignores them: registers that are read before they are written would live through
