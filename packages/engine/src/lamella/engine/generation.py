@@ -16,6 +16,9 @@ class Usage(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_drafts: int = 0
+    """Of completion_tokens."""
+    rejected_drafts: int = 0
 
     def plus(self, other: Usage) -> Usage:
         """The sum."""
@@ -58,6 +61,11 @@ class Generation:
         """Of these, what a tier below the device gave."""
         self.restore_s = 0.0
         """Time that it waited for them."""
+        self.accepted_drafts = 0
+        """Of all sequences: drafts that stood, and that were verified and did not."""
+        self.rejected_drafts = 0
+        self.draft_rule = "standard"
+        """The rule by which drafts were kept."""
         self.errors: list[str] = []
         """Why sequences failed, as the core told it."""
         self._prompt_logprobs: list[Logprob | None] | None = None
@@ -72,7 +80,9 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far; the prompt counts once, whatever n is."""
         completion = sum(output.num_tokens for output in self.outputs)
-        return Usage(len(self.request.prompt_ids), completion, self.cached_len)
+        return Usage(
+            len(self.request.prompt_ids), completion, self.cached_len, self.accepted_drafts, self.rejected_drafts
+        )
 
     @property
     def ttft_s(self) -> float | None:
@@ -87,6 +97,8 @@ class Generation:
             return None
         if times.first_s is None:
             self._first(delta, times)
+        self.accepted_drafts += delta.accepted_drafts
+        self.rejected_drafts += delta.rejected_drafts
         if delta.error is not None:
             self.errors.append(delta.error)
         if delta.token_ids:
@@ -104,6 +116,8 @@ class Generation:
         self.cached_len = max(self.cached_len, delta.cached_len)
         self.restored_len = max(self.restored_len, delta.restored_len)
         self.restore_s = max(self.restore_s, delta.restore_s)
+        if delta.draft_rule is not None:
+            self.draft_rule = delta.draft_rule
         if delta.queued_s or delta.prefill_s:
             times.queued_s, times.prefill_s = delta.queued_s, delta.prefill_s
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:

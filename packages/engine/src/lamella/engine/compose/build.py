@@ -106,6 +106,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         num_blocks = plan_blocks((report,), resolved.kv_bytes, demand).num_blocks
         (explained,) = executor.call("explain", {})
         identity = f"{weights_identity(config.model_path, with_weights=options.load_format != 'dummy')} {options.dtype}"
+        drafting = resolved.speculation
         tiers = None
         if below is not None:
             tiers = below.build_tiers(wanted, resolved, report, num_blocks, identity, chunks)
@@ -119,7 +120,10 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
                 num_blocks=num_blocks,
                 max_num_drafts=resolved.runner.max_num_drafts,
-                draft_costs=_time_drafts(executor, resolved) if resolved.adaptive_drafts else None,
+                draft_costs=_time_drafts(executor, resolved) if drafting is not None and drafting.adaptive else None,
+                draft_methods=() if drafting is None else drafting.methods,
+                draft_rule="standard" if drafting is None else drafting.rule.name,
+                draft_rule_exact=drafting is None or drafting.rule.exact,
                 token_cost=resolved.token_cost,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,

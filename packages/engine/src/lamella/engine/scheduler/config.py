@@ -38,6 +38,12 @@ class SchedulerConfig:
     draft_costs: Sequence[tuple[int, float]] | None = None
     """(tokens, seconds) of steps, by rising tokens: as many of a row's drafts are verified as pay by it, none included.
     None: all that there are."""
+    draft_methods: tuple[str, ...] = ()
+    """Names of the drafters, in the order in which the runner numbers them; "" for one that has none."""
+    draft_rule: str = "standard"
+    """By which drafts are kept."""
+    draft_rule_exact: bool = True
+    """It keeps the target's law."""
     lookahead: int = 0
     """Slots behind the planned tokens that a drafter may write."""
     patience: Callable[[int], float] = no_patience

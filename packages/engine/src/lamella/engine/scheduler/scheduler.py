@@ -129,18 +129,35 @@ class Scheduler:
     # ---- private ---------------------------------------------------------------------------------------------------
 
     def _fit_drafts(self, rows: Seq[Sequence], budget: Budget) -> None:
-        """Verify those drafts that pay, and no more than there are tokens for."""
+        """Verify those drafts that pay, and no more than there are tokens for; count what was decided."""
         adaptive = self.books.adaptive
+        held = [s.drafts for s in rows]
+        paying = held
         if adaptive is not None:
-            chosen = adaptive.choose([s.streak for s in rows], [s.drafts for s in rows])
-            for sequence, count in zip(rows, chosen):
-                sequence.drafts = count
-        num_drafts = sum([s.drafts for s in rows])
+            paying = adaptive.choose([s.streak for s in rows], held, [s.held_method for s in rows])
+        num_drafts = sum(paying)
+        fitting = paying
         if num_drafts <= budget.left:
             budget.take_drafts(num_drafts)
-            return
-        for sequence in rows:
-            sequence.drafts = budget.take_drafts(sequence.drafts)
+        else:
+            fitting = [budget.take_drafts(count) for count in paying]
+        lengths = self.books.lengths
+        for place, (sequence, count) in enumerate(zip(rows, fitting)):
+            sequence.drafts = count
+            lengths.observe(count, held[place])
+            if not count:
+                lengths.observe_off(self._why_none(sequence, held[place], paying[place]))
+
+    def _why_none(self, sequence: Sequence, held: int, paying: int) -> str:
+        """A decoding row verifies no draft: the reason, as metrics name it."""
+        if sequence.never_drafts is not None:
+            return sequence.never_drafts
+        if not held:
+            return "nothing_found" if sequence.asked_drafts else "last_token"
+        if paying:
+            return "token_budget"
+        assert self.books.adaptive is not None
+        return "measuring" if self.books.adaptive.measures else "not_paying"
 
     def _chunks(self, budget: Budget) -> list[Chunk]:
         """Share what is left of the budget among admitted prompts, in the order of the policy."""
@@ -249,6 +266,7 @@ class Scheduler:
             acquired.cached_len,
             params,
             acquired.tables,
+            draft_method=sequence.draft_method,
         )
 
     def _regroup(self) -> None:
@@ -327,6 +345,7 @@ class _Batch:
         """Drafts to make at the step's end, which the sequences then hold. The step itself emits one token for sure;
         what max_len leaves behind it is the room of the next one."""
         chosen = draft_lens.choose([s.max_len - s.reach - 1 for s in sequences])
+        chosen = [min(drafts, s.max_drafts) for s, drafts in zip(sequences, chosen)]
         for sequence, drafts in zip(sequences, chosen):
-            sequence.drafts = drafts
+            sequence.drafts = sequence.asked_drafts = drafts
         return chosen
