@@ -343,7 +343,7 @@ def test_traffic_gets_what_single_requests_get(folder: Path, family: str) -> Non
         single.check_empty()
 
 
-@pytest.mark.parametrize("drafts", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+@pytest.mark.parametrize("drafts", [NGRAM, SUFFIX, {**SUFFIX, "fallback": NGRAM}], ids=["ngram", "suffix", "both"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_speculation_gives_the_same_ids(folder: Path, family: str, drafts: dict[str, Any]) -> None:
     """Greedy, with a host-side drafter and without it, together and alone."""

@@ -97,15 +97,18 @@ class Generation:
             return None
         if times.first_s is None:
             self._first(delta, times)
-        self.accepted_drafts += delta.accepted_drafts
-        self.rejected_drafts += delta.rejected_drafts
         if delta.error is not None:
             self.errors.append(delta.error)
         if delta.token_ids:
             times.last_s = now_s
             if times.first_s is None:
                 times.first_s = now_s
+        before = output.num_tokens
         piece = output.push(delta)
+        if delta.accepted_drafts or delta.rejected_drafts:
+            # drafts behind a stop string are no part of the output
+            self.accepted_drafts += min(delta.accepted_drafts, output.num_tokens - before)
+            self.rejected_drafts += delta.rejected_drafts
         if piece.finish_reason is not None:
             times.finished_s = now_s
             self._num_open -= 1
