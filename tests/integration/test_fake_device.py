@@ -37,6 +37,7 @@ from lamella.runner_v2.testing.assembled import KERNEL_SIZES
 from lamella.runner_v2.testing.fake_device import FAKE_DEVICE, FakeDevice
 from lamella.runner_v2.testing.tiny_models import write_folder
 from lamella.runner_v2.worker import Worker
+from lamella.specdec import parse_speculation
 
 FAMILIES = {"llama": 60, "gemma3_text": 16, "qwen3_moe": 15}
 """Family -> requests. The reference of experts is slow."""
@@ -173,6 +174,7 @@ class Served:
                 max_num_batched_tokens=config.max_num_tokens,
                 num_blocks=(num_blocks,) * len(reports[0].groups),
                 max_num_drafts=num_drafts,
+                draft_methods=parse_speculation(speculative).methods if speculative else (),
                 prefix_caching=options.get("prefix_caching", True),
             ),
             draw_seed=lambda: 7,
