@@ -14,8 +14,8 @@ rounds the fastest counts for each prompt, since other work on the machine only 
 one engine at a time: for a model that fits only once.
 
 Methods: ngram, suffix, both (suffix, and ngram where it finds nothing), arbitrary (always as many drafts as may be, of
-no sense). With --synthetic-acceptance-rates or -length drafts stand by chance, whatever the model says: that shows what a
-drafter of such rates would be worth. The answers are garbage then, are not compared, and go on behind end tokens; the
+no sense). With --synthetic-acceptance-rates or -length drafts stand by chance, whatever the model says: that shows what
+a drafter of such rates would be worth. The answers are garbage then, are not compared, and go on behind end tokens; the
 names of such figures say synthetic.
 """
 
