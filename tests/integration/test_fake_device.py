@@ -371,6 +371,56 @@ def test_speculation_gives_the_same_ids(folder: Path, family: str, drafts: dict[
             assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
 
 
+def test_synthetic_drafts_are_emitted_on_a_device(folder: Path) -> None:
+    """All of them stand: the row says its own last ids again, and goes on behind them."""
+    drafts = {"method": "arbitrary", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, top_k=20, max_tokens=9, ignore_eos=True),
+    ):
+        with served(folder / "llama", depth=1, speculative={**drafts, "synthetic_acceptance_length": 4}) as drafting:
+            for i, prompt in enumerate(prompts):
+                drafting.add(request_of(drafting, f"r{i}", prompt, params))
+            drafting.drain()
+            for i, prompt in enumerate(prompts):
+                said = drafting.done[f"r{i}"].outputs[0].token_ids
+                for place in (1, 5):
+                    known = (prompt + said[:place])[::-1][:3]
+                    assert said[place : place + 3] == [known[n % len(known)] for n in range(3)]
+            stats = drafting.core.stats()
+            assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 3 * 6
+            drafting.check_empty()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rejection_sample_method": "typical", "posterior_threshold": 1e-6, "posterior_alpha": 1e-6},
+        {"rejection_sample_method": "threshold", "accept_threshold_acc": 1e-6},
+    ],
+    ids=lambda rule: rule["rejection_sample_method"],
+)
+def test_lossy_rules_judge_by_what_a_device_sampled_from(folder: Path, rule: dict[str, Any]) -> None:
+    """With thresholds that low whatever the target may say stands; what top-k excludes does not."""
+    drafts = {"method": "arbitrary", "num_speculative_tokens": 3, **rule}
+    asked = {
+        "all": SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True),
+        "one": SamplingParams(temperature=1.0, top_k=1, seed=4, max_tokens=9, ignore_eos=True),
+    }
+    with served(folder / "llama", depth=1, speculative=drafts) as drafting:
+        requests = {name: request_of(drafting, name, [5, 6, 7, 8], params) for name, params in asked.items()}
+        for request in requests.values():
+            drafting.add(request)
+        drafting.drain()
+        done = drafting.done
+        assert done["all"].accepted_prediction_tokens == 6
+        assert done["all"].rejected_prediction_tokens == 0
+        assert done["one"].rejected_prediction_tokens > 0
+    with served(folder / "llama", depth=1, graphs=False) as single:
+        assert told(done["one"]) == told(single.alone(requests["one"]))
+
+
 def test_a_poisoned_slot_fails_its_row_alone(folder: Path) -> None:
     """A value of one sequence's KV becomes NaN while it runs: that sequence ends with an error, those beside it get
     what they get alone, and whoever takes its blocks afterwards does too."""

@@ -64,12 +64,20 @@ def test_two_that_are_equally_right_do_not_take_turns():
 
 def test_records_are_of_a_row_and_a_generation():
     drafter = scripted(WRONG, RIGHT)
-    assert steps(drafter, TRUTH, 2, 20)[-1] == 1
+    assert steps(drafter, TRUTH, 2, 10)[-1] == 1
     assert steps(drafter, TRUTH, 2, 1, row=7) == [0]
     assert steps(drafter, TRUTH, 2, 1, generation=1) == [0]
     drafter.forget([0, 7])
     assert drafter.record(0) is None
     assert steps(drafter, TRUTH, 2, 1, generation=1) == [0]
+
+
+def test_new_rows_begin_with_what_all_rows_have_shown():
+    drafter = scripted(WRONG, RIGHT)
+    for row in range(5):
+        used = steps(drafter, TRUTH, 2, 20, row=row)
+        assert used[-1] == 1
+    assert set(used) == {1}
 
 
 def test_a_row_that_names_a_drafter_gets_no_other():

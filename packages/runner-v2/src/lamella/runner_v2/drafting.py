@@ -50,10 +50,14 @@ class Drafting:
         self._state = state
         self._viewed = np.zeros(len(state.generations), dtype=np.int64)
         """Ids of each row that the speculator has seen."""
+        self._holds = np.zeros(len(state.generations), dtype=np.bool_)
+        """Rows behind whose last id something else than -1 may lie."""
         self._keys = np.zeros(len(state.generations), dtype=np.uint64)
         """Of each row's noise."""
         self._methods = np.full(len(state.generations), -1, dtype=np.int64)
         """Place of the one method that may propose for a row; -1: each."""
+        self._limited = False
+        """Any row ever was."""
 
     @property
     def needs(self) -> SpecNeeds:
@@ -61,8 +65,10 @@ class Drafting:
 
     def add(self, new: NewRow) -> None:
         """The row has a new owner."""
+        self._holds[new.row] = False
         self._keys[new.row] = key_of(new.params.seed)
         self._methods[new.row] = new.draft_method
+        self._limited = self._limited or new.draft_method >= 0
 
     def forget(self, rows: Sequence[int]) -> None:
         """These device rows lost their owner."""
@@ -100,8 +106,12 @@ class Drafting:
         if not any(wanted):
             return None
         drafts = self._speculator.propose(view, wanted)
-        sampled = layout.device_sampled
-        self._state.put_drafts(layout.device_rows[sampled], drafts.ids.to(sampled.device)[sampled])
+        if any(drafts.lens) or self._holds[layout.rows].any():
+            rows, made = layout.device_rows, drafts.ids.to(layout.device_rows.device)
+            if len(layout.sampled) < layout.num_rows:
+                rows, made = rows[layout.device_sampled], made[layout.device_sampled]
+            self._state.put_drafts(rows, made)
+            self._holds[layout.rows[layout.sampled]] = [drafts.lens[place] > 0 for place in layout.sampled]
         held = [min(length, limit) for length, limit in zip(drafts.lens, wanted, strict=True)]
         if not any(held):
             return None
@@ -114,8 +124,7 @@ class Drafting:
     def _view(self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int]) -> SpecView:
         rows, ids = layout.work.rows, self._state.host_ids
         generations = tuple(self._state.generations[layout.rows].tolist())
-        only = self._methods[layout.rows]
-        methods = only.tolist() if (only >= 0).any() else ()
+        methods = self._methods[layout.rows].tolist() if self._limited else ()
         if ids is None:
             return SpecView(rows, generations, (), num_tokens, methods)
         self._state.append_host_ids(rows, num_tokens, token_ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lamella.engine.errors import StartError
@@ -30,6 +31,7 @@ from lamella.specdec import (
     SuffixDrafter,
     parse_speculation,
 )
+from lamella.specdec.batch import NO_DRAFT
 from lamella.specdec.rules import STANDARD, LossyRule, Standard, Synthetic, Threshold
 from lamella.specdec.verify.lossy import verify_lossy
 from lamella.specdec.verify.one_hot import verify_one_hot
@@ -60,8 +62,12 @@ class DrafterSpeculator:
         """Up to propose_len[i] drafts for row i; ids are [num_rows, max_drafts] on the CPU, whatever the lengths."""
         batch = self._drafter.propose(view, propose_len)
         width = self.needs.max_drafts
-        ids = torch.tensor(batch.padded(width), dtype=torch.int32).reshape(len(view.rows), width)
-        return Drafts(ids, batch.lens, methods=batch.methods)
+        ids = np.full((len(view.rows), width), NO_DRAFT, np.int32)
+        lens = batch.lens
+        for place, length in enumerate(lens):
+            if length:
+                ids[place, :length] = batch.ids[place]
+        return Drafts(torch.from_numpy(ids), lens, methods=batch.methods)
 
     def verify(
         self,

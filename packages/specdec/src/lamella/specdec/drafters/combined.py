@@ -8,7 +8,8 @@ All of them propose for a row, one proposal is used, and all are judged by what 
 
 A drafter's record in a row is the average of that number over the steps in which any of them proposed, where older
 steps fade. A row goes on with its drafter until another's record is SWITCH_GAIN times as good and SWITCH_MARGIN better
-(hysteresis); at first it is the first one. Where the row's drafter finds nothing, the best of the others stands in.
+(hysteresis). It begins with the record of all rows, which moves more slowly, and the very first row with the first
+drafter. Where the row's drafter finds nothing, the best of the others stands in.
 
 Records are made of ids that are known, so no choice looks at what the drafts to be judged next will show.
 """
@@ -22,7 +23,9 @@ from lamella.specdec.batch import ANY_METHOD, DraftBatch
 from lamella.specdec.protocols import Drafter, DrafterNeeds, DraftView
 
 RECORD_WEIGHT = 0.2
-"""Of a new step in the average."""
+"""Of a new step in a row's average."""
+OVERALL_WEIGHT = 0.02
+"""Of a new step in that of all rows."""
 SWITCH_GAIN, SWITCH_MARGIN = 1.25, 0.25
 
 
@@ -34,9 +37,9 @@ class Record(NamedTuple):
     preferred: int
     """The one that the row drafts by."""
 
-    def judged(self, stood: Sequence[int]) -> Record:
-        """With one step more."""
-        gains = tuple(gain + RECORD_WEIGHT * (count - gain) for gain, count in zip(self.gains, stood))
+    def judged(self, stood: Sequence[int], weight: float = RECORD_WEIGHT) -> Record:
+        """With one step more, of this weight."""
+        gains = tuple(gain + weight * (count - gain) for gain, count in zip(self.gains, stood))
         best = max(range(len(gains)), key=lambda method: gains[method])
         enough = gains[self.preferred] * SWITCH_GAIN + SWITCH_MARGIN
         return Record(gains, best if gains[best] > enough else self.preferred)
@@ -65,7 +68,7 @@ class CombinedDrafter:
             one_hot=all(need.one_hot for need in needs),
         )
         self._drafters = tuple(drafters)
-        self._fresh = Record((0.0,) * len(drafters), 0)
+        self._overall = Record((0.0,) * len(drafters), 0)
         self._records: dict[int, tuple[int, Record]] = {}
         """Row -> (generation, record)."""
         self._open: dict[int, tuple[int, tuple[Sequence[int], ...]]] = {}
@@ -86,7 +89,9 @@ class CombinedDrafter:
                 continue
             del self._open[row]
             emitted = ids[known_len:]
-            self._records[row] = (generation, record.judged([_standing(drafts, emitted) for drafts in proposals]))
+            stood = [_standing(drafts, emitted) for drafts in proposals]
+            self._records[row] = (generation, record.judged(stood))
+            self._overall = self._overall.judged(stood, OVERALL_WEIGHT)
 
     def propose(self, view: DraftView, max_len: int | Sequence[int]) -> DraftBatch:
         """Up to max_len drafts per row, all of one drafter. Changes no later answer, but for what it will be judged by
@@ -134,8 +139,8 @@ class CombinedDrafter:
             return known[1]
         if known is not None:
             self._open.pop(row, None)
-        self._records[row] = (generation, self._fresh)
-        return self._fresh
+        self._records[row] = (generation, self._overall)
+        return self._overall
 
 
 def _standing(drafts: Sequence[int], emitted: Sequence[int]) -> int:
