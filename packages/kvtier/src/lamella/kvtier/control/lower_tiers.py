@@ -185,6 +185,10 @@ class LowerTiers:
             if ticket in waiters:
                 prefetch.ended(ticket)
 
+    def copy_readers(self) -> set[int]:
+        """Sequences that read copies to the device that have not ended."""
+        return self._restores.readers() if self._restores.active else set()
+
     def take_poisoned(self) -> list[int]:
         """Sequences that read a copy that has failed, as far as they still hold blocks."""
         poisoned = self._restores.poisoned

@@ -89,6 +89,10 @@ class Restores:
                 if descent is not None:
                     descent.pending += 1
 
+    def readers(self) -> set[int]:
+        """Sequences that read what has not ended, or what was computed from it."""
+        return {sequence for restore in self.active for sequence, _, _ in restore.readers}
+
     def trusted_len(self, keys: Sequence[Key], num_blocks: int) -> int:
         """Leading blocks that do not depend on a copy in flight."""
         for restore in self.active:
