@@ -245,9 +245,7 @@ def test_two_thousand_random_jobs_against_plain_bytes() -> None:
     """Rounds of stores, loads and steps; within a round no block and no slot is in two jobs, as pins have it."""
     setting, rng = Setting(seed=4, rank=0), random.Random(5)
     device = {(g, b): setting.block(g, b) for g, count in ((0, 12), (1, 9)) for b in range(1, count)}
-    host = {
-        (g, s): bytes(setting.buffer.rank_view(g, s, 0)) for g, count in ((0, 6), (1, 5)) for s in range(count)
-    }
+    host = {(g, s): bytes(setting.buffer.rank_view(g, s, 0)) for g, count in ((0, 6), (1, 5)) for s in range(count)}
     ticket = step = 0
     while ticket < 2000:
         blocks, slots = list(device), list(host)

@@ -4,12 +4,13 @@
     prepare(pairs on the host)   →    pairs on the device
     copy(source, target, pairs)  →    how many thread blocks           →    copy_block_pairs
 
-One kernel for all blocks of a tensor, however scattered they are. It takes thread blocks from what computes meanwhile: as
-few as fill the link, and half of that where nobody waits for the copy.
+One kernel for all blocks of a tensor, however scattered they are. It takes thread blocks from what computes meanwhile:
+as few as fill the link, and half of that where nobody waits for the copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -47,8 +48,6 @@ def block_copiers(device: str) -> list[BlockCopier]:
     engines = driver_copier()
     if engines is not None:
         found.append(engines)
-    try:
+    with contextlib.suppress(UnsupportedError):  # the op table has said so
         found.append(KernelCopier(load_kernels(device)))
-    except UnsupportedError:
-        pass  # the op table has said so
     return found

@@ -81,9 +81,7 @@ class TierMover:
         Raises LayoutError when a block of the layers is not what a slot of the buffer holds.
         """
         assert self._device is None, "bind() comes once"
-        make: MakeDevice = self._make_device or (
-            self._cuda_mover if caches[layers[0][0]][0].is_cuda else DeviceMover
-        )
+        make: MakeDevice = self._make_device or (self._cuda_mover if caches[layers[0][0]][0].is_cuda else DeviceMover)
         self._device = make(self.buffer, layers, caches, self._events, rank=rank)
 
     def measure_link(self, max_bytes: int | None = None) -> float | None:

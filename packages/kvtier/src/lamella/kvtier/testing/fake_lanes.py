@@ -1,7 +1,7 @@
 """Side streams of a device, played on a CPU: what is launched happens late, and whoever cuts in is caught.
 
     lanes = FakeLanes(random.Random(1))
-    mover = CudaDeviceMover(buffer, layers, caches, events, lanes=lanes, copiers=[FakeCopier(lanes)], pinner=pinned(buffer))
+    mover = TierMover(buffer, make_device=fake_cuda_mover(lanes))
 
 A copy that was launched happens when somebody holds for a mark behind it, or as marks are asked: some of what waits, at
 each question, as chance has it. Until then the blocks that a load fills hold NaN, so that a step that reads one without
@@ -59,8 +59,8 @@ class FakeLanes:
         self.num_done = dict(self.num_launched)
         self.num_held = 0
         """Copies that happened because a step held for them."""
+        self.max_copies = max_copies
         self._rng = rng
-        self._max_copies = max_copies
         self._waiting: dict[int, deque[Callable[[], None]]] = {lane: deque() for lane in self.num_launched}
         self._current = COMPUTE
 
@@ -71,8 +71,10 @@ class FakeLanes:
             return
         assert self._current == COMPUTE, "lanes are not nested"
         self._current = lane
-        yield
-        self._current = COMPUTE
+        try:
+            yield
+        finally:
+            self._current = COMPUTE
 
     def mark(self) -> FakeMark:
         """Passed, unless a test says num_launched[COMPUTE] = 1."""
@@ -81,13 +83,13 @@ class FakeLanes:
     def mark_lane(self, lane: int, *, timed: bool = False) -> FakeMark:
         return FakeMark(self, lane, self.num_launched[lane])
 
-    def hold(self, mark: FakeMark) -> None:
+    def hold(self, mark: Any) -> None:
         self.notes.append((COMPUTE, "holds", mark))
         before = self.num_done[mark.lane]
         self.reach(mark)
         self.num_held += self.num_done[mark.lane] - before
 
-    def hold_lane(self, lane: int, mark: FakeMark) -> None:
+    def hold_lane(self, lane: int, mark: Any) -> None:
         self.notes.append((lane, "holds", mark))
 
     # ---- for the copier --------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class FakeLanes:
 
     def move_on(self, lane: int) -> None:
         """Some copies happen, in order."""
-        for _ in range(self._rng.randint(0, self._max_copies)):
+        for _ in range(self._rng.randint(0, self.max_copies)):
             self._one(lane)
 
     def reach(self, mark: FakeMark) -> None:
