@@ -5,9 +5,9 @@
   hatch run bench gpu_tiers --tiny                                         on the CPU with a tiny model: a trial run
   python benchmarks/gpu_tiers.py --json out.json           where the packages' src folders are on PYTHONPATH
 
-Each part is a process with a time limit of its own; what it measured before it failed is in the file. A row stands only
-where the bytes that it is about were right. Random weights, prompts of token ids; targets are for an H200, and the peer,
-vLLM 0.26 without CUDA graphs, is only indicative.
+Each part is a process with a time limit of its own; what it measured before it failed is in the file. A row stands
+only where the bytes that it is about were right. Random weights, prompts of token ids; targets are for an H200, and the
+peer, vLLM 0.26 without CUDA graphs, is only indicative.
 """
 
 from __future__ import annotations

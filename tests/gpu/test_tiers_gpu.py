@@ -24,17 +24,17 @@ from lamella.runner_v2.testing.tiny_models import TINY_CONFIGS, write_folder
 
 pytestmark = pytest.mark.gpu
 
-ROUNDS, SESSIONS, TURN_LEN = 3, 5, 150
+ROUNDS, SESSIONS, TURN_LEN = 3, 5, 130
 BLOCK_SIZE = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1, detokenize=False)
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "max_num_seqs": 2,
-    "max_model_len": 384,
+    "max_model_len": 256,
     "max_num_batched_tokens": 128,
     "block_size": BLOCK_SIZE,
 }
-ROOMY, TIGHT = 400, 30
+ROOMY, TIGHT = 400, 19
 """Blocks for all sessions, and for little more than one."""
 
 
@@ -113,8 +113,8 @@ def check_same(got: Told, expected: Told) -> None:
 
 @pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
 def test_what_comes_back_gives_the_same_bits(models: Path, tmp_path: Path, family: str) -> None:
-    """From the host, and from a folder through a host tier that holds little more than a session; then by an engine that
-    begins with what the folder holds. With recorded steps, prompts in chunks."""
+    """From the host, and from a folder through a host tier that holds little more than a session; then by an engine
+    that begins with what the folder holds. With recorded steps, prompts in chunks."""
     with engine(models / family, ROOMY) as llm:
         first, second = chats(llm), chats(llm)
         assert llm.info.report["device"].get("recorded batches"), "steps are not recorded"
@@ -186,11 +186,11 @@ def test_a_slab_that_cannot_be_pinned_is_told_and_served(
 def test_rows_that_decode_go_on_while_a_prefix_comes_back(models: Path) -> None:
     """A sequence that enters behind a prefix in the host does not join the others' steps before its copies have ended;
     its answer is right, and so are theirs."""
-    long = [(3 * n) % 200 + 20 for n in range(300)]
-    with engine(models / "llama", 60, kv_tier="ram=64MiB", max_num_seqs=4) as llm:
+    long = [(3 * n) % 200 + 20 for n in range(200)]
+    with engine(models / "llama", 34, kv_tier="ram=64MiB", max_num_seqs=4) as llm:
         alone = llm.generate({"prompt_token_ids": list(long)}, PARAMS)[0].outputs[0].token_ids
         for s in range(4):
-            llm.generate({"prompt_token_ids": [(s + 7 * n) % 200 + 20 for n in range(300)]}, PARAMS)
+            llm.generate({"prompt_token_ids": [(s + 7 * n) % 200 + 20 for n in range(200)]}, PARAMS)
         settle(llm)
         before = llm.stats().tiers["host"].hit_tokens
         many = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
