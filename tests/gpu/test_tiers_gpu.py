@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lamella.engine import LLM, SamplingParams
+from lamella.engine.adapters.block_copier import block_copiers
 from lamella.engine.compose import tiers as compose_tiers
 from lamella.engine.scheduler.cost import FLAT
 from lamella.kvtier.data import cuda_mover
@@ -134,6 +135,22 @@ def test_what_comes_back_gives_the_same_bits(models: Path, tmp_path: Path, famil
         warm = chats(llm)
     check_same(warm, second)
     assert warm.stats.tiers["disk"].hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["copy engines", "kernel"])
+def test_every_way_to_copy(models: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also the one that measuring at start did not choose."""
+    copiers = [copier for copier in block_copiers("cuda") if copier.name == name]
+    if not copiers:
+        pytest.skip(f"{name}: not here")
+    with engine(models / "llama", ROOMY) as llm:
+        first = chats(llm)
+    monkeypatch.setattr(compose_tiers, "block_copiers", lambda device: copiers)
+    with engine(models / "llama", TIGHT, kv_tier="ram=64MiB") as llm:
+        told = chats(llm)
+    assert told.moved["copied_by"] == (name, name)
+    assert told.moved["bytes_in"] > 0
+    check_same(told, first)
 
 
 def test_requests_are_served_while_slots_are_pinned(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from lamella.engine.request import Request, SamplingParams
 from lamella.engine.text.tokenizer import Tokenizer, load_tokenizer
 from lamella.engine.wire import sequence_id
 from lamella.kvtier import TierPlan
+from lamella.kvtier.data import cuda_mover
 from lamella.kvtier.data.disk.store import DiskStore
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.mover import TierMover
@@ -477,7 +478,7 @@ def below_of(folder: Path, world: Tiers, seed: int, disk: Path) -> Below:
     with cuda_kernels.using(cuda_kernels):
         config = RunnerConfig(model_path=str(folder), max_num_tokens=MAX_TOKENS, max_model_len=MAX_LEN, **FAKE_DEVICE)
         groups = ModelRunner.load(config, platform=FakeDevice()).report().groups
-    lanes = FakeLanes(random.Random(seed))
+    lanes = FakeLanes(random.Random(seed), max_copies=1)
     buffer = HostBuffer([group.bytes_per_block for group in groups], [world.num_slots] * len(groups))
     store = DiskStore(disk, fingerprint=b"f" * 16, capacity_bytes=64 << 20) if world.disk else None
     make = fake_cuda_mover(lanes, fail_every=world.fail_every, error_at=world.error_at, slab_bytes=world.slab_bytes)
@@ -489,14 +490,17 @@ def below_of(folder: Path, world: Tiers, seed: int, disk: Path) -> Below:
     ("family", "world"),
     [("llama", name) for name in TIERS] + [("gemma3_text", "host"), ("gemma3_text", "host and disk")],
 )
-def test_tiers_change_no_answer(folder: Path, tmp_path: Path, family: str, world: str) -> None:
+def test_tiers_change_no_answer(
+    folder: Path, tmp_path: Path, family: str, world: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Traffic with aborts and preemptions over tiers whose copies happen late: every sequence gets what it gets alone,
     on the device without tiers. A block that is read before its copy is NaN, and one that is handed out while a copy
     reads it is an error of the fake."""
+    monkeypatch.setattr(cuda_mover, "LOAD_CALL_BYTES", 1)  # each layer by itself
     rng = random.Random(f"tiers {family} {world}")
     below = below_of(folder / family, TIERS[world], 5, tmp_path / "kv")
     with served(folder / family, num_blocks=TIGHT, mover=below.mover, tiers=below.plan) as engine:
-        requests = draw_requests(engine, rng, 30 if family == "llama" else 16)
+        requests = draw_requests(engine, rng, 22 if family == "llama" else 16)
         waiting, aborted = list(requests), set()
         while waiting or engine.core.has_work:
             while waiting and rng.random() < 0.6:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,24 +12,32 @@ from lamella.runner_v2.testing import cuda_kernels
 
 
 class Kernels:
+    """copy_blocks on the memory of this process."""
+
     def __init__(self) -> None:
         self.max_blocks: list[int] = []
 
-    def copy_block_pairs(
-        self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, *, max_blocks: int
-    ) -> None:
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor, num_bytes: int, *, max_blocks: int) -> None:
+        assert sources.is_contiguous()
+        assert targets.is_contiguous()
+        assert sources.dtype == targets.dtype == torch.int64
         self.max_blocks.append(max_blocks)
-        cuda_kernels.copy_block_pairs(source, target, pairs)
+        for source, target in zip(sources.tolist(), targets.tolist()):
+            ctypes.memmove(target, source, num_bytes)
 
 
-def test_blocks_are_copied_by_pairs() -> None:
+def test_pieces_are_copied_by_their_addresses() -> None:
     kernels = Kernels()
     copier = KernelCopier(kernels)
-    source, target = torch.arange(40, dtype=torch.int64).view(5, 8)[:, 2:6], torch.zeros(7, 4, dtype=torch.int64)
-    copier.copy(source, target, copier.prepare(torch.tensor([[4, 0], [1, 6]]), torch.device("cpu")))
-    assert torch.equal(target[[0, 6]], source[[4, 1]])
+    source, target = torch.arange(40, dtype=torch.int64).view(5, 8), torch.zeros(7, 4, dtype=torch.int64)
+    for loads in (True, False):
+        addresses = [
+            np.array([tensor[row].data_ptr() for row in rows]) for tensor, rows in ((source, (4, 1)), (target, (0, 6)))
+        ]
+        copier.copy(*addresses, 32, torch.device("cpu"), loads=loads)
+    assert torch.equal(target[[0, 6]], source[[4, 1], :4])
     assert int(target[1:6].sum()) == 0
-    assert kernels.max_blocks == [STORE_BLOCKS]
+    assert kernels.max_blocks == [LOAD_BLOCKS, STORE_BLOCKS]
     assert STORE_BLOCKS < LOAD_BLOCKS
 
 

@@ -29,6 +29,11 @@ LAYERS = ([0, 2], [1])
 SIZES = (2 * 2 * 2 * 4 * 6 * 4, 2 * 4 * 10 * 4)
 
 
+@pytest.fixture(autouse=True)
+def one_layer_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.LOAD_CALL_BYTES", 1)
+
+
 def store(ticket: int, group: int, block: int, slot: int, after_step: int = -1) -> CopyJob:
     return CopyJob(ticket, KEY, Location("device", group, block), Location("host", group, slot), 1, after_step)
 
@@ -131,6 +136,23 @@ def test_a_step_holds_for_one_layer_after_the_other() -> None:
     setting.mover.close()
 
 
+def test_small_layers_are_copied_and_held_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.LOAD_CALL_BYTES", SIZES[0] // 2 + 1)
+    setting = Setting(max_copies=0)
+    want = [bytes(setting.buffer.rank_view(0, 2, 1)), bytes(setting.buffer.rank_view(1, 3, 1))]
+    setting.mover.submit([load(1, 0, 2, 4), load(2, 1, 3, 2)])
+    setting.mover.before_step(0)
+    setting.mover.wait_layer(0)
+    assert setting.layer(0, 4) == want[0][: SIZES[0] // 2]
+    assert setting.layer(1, 2) == want[1], "layer 1 belongs to the first call"
+    assert setting.layer(2, 4) == b"\xff" * (SIZES[0] // 2)
+    setting.mover.wait_layer(1)
+    assert setting.layer(2, 4) == b"\xff" * (SIZES[0] // 2)
+    setting.mover.wait_layer(2)
+    assert setting.layer(2, 4) == want[0][SIZES[0] // 2 :]
+    setting.mover.close()
+
+
 def test_a_step_that_reads_nothing_of_it_does_not_hold() -> None:
     setting = Setting(max_copies=0)
     setting.mover.submit([load(1, 0, 2, 4)])
@@ -141,7 +163,7 @@ def test_a_step_that_reads_nothing_of_it_does_not_hold() -> None:
     assert setting.lanes.num_done[LOADS] == 0
     setting.mover.before_step(1)
     setting.mover.wait_layer(2)
-    assert setting.lanes.num_done[LOADS] == 4
+    assert setting.lanes.num_done[LOADS] == 2
     setting.mover.close()
 
 
@@ -197,10 +219,10 @@ def test_a_device_that_hangs_leaves_the_slab_pinned(monkeypatch: pytest.MonkeyPa
 
 def test_a_copier_that_breaks_ends_its_tickets_once_the_rest_has_happened() -> None:
     setting = Setting(max_copies=0)
-    setting.mover._chosen = [FakeCopier(setting.lanes, fail_every=4)] * 2
+    setting.mover._chosen = [FakeCopier(setting.lanes, fail_every=2)] * 2
     setting.mover.submit([load(1, 0, 2, 4)])
     setting.mover.poll()
-    assert setting.events.take() == [], "three copies are still under way"
+    assert setting.events.take() == [], "one copy is still under way"
     setting.mover.before_step(0)
     setting.mover.wait_layer(2)
     setting.mover._launched[LOADS][0].end.synchronize()
@@ -358,21 +380,19 @@ class Driver:
 
 def test_the_drivers_copies_have_the_right_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lamella.kvtier.data.driver_copier.MAX_COPIES", 3)
-    slots = torch.arange(8 * 50, dtype=torch.int64).view(8, 50)[:, 7:19]  # rows with gaps between them
-    cache = torch.zeros(6, 12, dtype=torch.int64)
-    pairs = torch.tensor([[0, 5], [7, 1], [3, 0], [2, 4]])
+    slots, cache = torch.arange(80, dtype=torch.int64).view(8, 10), torch.zeros(6, 5, dtype=torch.int64)
     driver = Driver()
-    copier = DriverCopier(driver)
-    copier.copy(slots, cache, copier.prepare(pairs, torch.device("cpu")))
+    sources = np.array([slots[row, 2].data_ptr() for row in (0, 7, 3, 2)])
+    targets = np.array([cache[row].data_ptr() for row in (5, 1, 0, 4)])
+    DriverCopier(driver).copy(sources, targets, 40, torch.device("cpu"), loads=True)
     assert driver.counts == [3, 1]
     want = torch.zeros_like(cache)
-    want[[5, 1, 0, 4]] = slots[[0, 7, 3, 2]]
+    want[[5, 1, 0, 4]] = slots[[0, 7, 3, 2], 2:7]
     assert torch.equal(cache, want)
-    assert copier.prepare(pairs, torch.device("cpu")).dtype == np.uint64
 
 
 def test_a_refusal_of_the_driver_is_told() -> None:
-    block = torch.zeros(3, 4)
-    copier = DriverCopier(Driver(code=801))
+    block = np.zeros(4)
+    address = np.array([block.ctypes.data])
     with pytest.raises(RuntimeError, match="801"):
-        copier.copy(block, block.clone(), copier.prepare(torch.tensor([[1, 2]]), torch.device("cpu")))
+        DriverCopier(Driver(code=801)).copy(address, address, 8, torch.device("cpu"), loads=True)

@@ -1,11 +1,10 @@
 """The copy kernel of the runner's device as kvtier's `BlockCopier`.
 
-    kvtier (on a side stream)         this adapter                          kernels
-    prepare(pairs on the host)   →    pairs on the device
-    copy(source, target, pairs)  →    how many thread blocks           →    copy_block_pairs
+    kvtier (on a side stream)              this adapter                                        kernels
+    copy(addresses on the host)       →    addresses on the device, how many thread blocks →   copy_blocks
 
-One kernel for all blocks of a tensor, however scattered they are. It takes thread blocks from what computes meanwhile:
-as few as fill the link, and half of that where nobody waits for the copy.
+One kernel for all pieces, however scattered they are. It takes thread blocks from what computes meanwhile: as few as
+fill the link, and half of that where nobody waits for the copy.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from lamella.kvtier.data.driver_copier import driver_copier
@@ -31,13 +31,13 @@ class KernelCopier:
 
     def __init__(self, kernels: Any) -> None:
         """kernels: the namespace of lamella.kernels_cuda."""
-        self._copy = kernels.copy_block_pairs
+        self._copy = kernels.copy_blocks
 
-    def prepare(self, pairs: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return pairs.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pairs
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-        self._copy(source, target, pairs, max_blocks=LOAD_BLOCKS if target.is_cuda else STORE_BLOCKS)
+    def copy(self, sources: Any, targets: Any, num_bytes: int, device: torch.device, *, loads: bool) -> None:
+        addresses = torch.from_numpy(np.stack((sources, targets)))
+        if device.type == "cuda":
+            addresses = addresses.pin_memory().to(device, non_blocking=True)
+        self._copy(addresses[0], addresses[1], num_bytes, max_blocks=LOAD_BLOCKS if loads else STORE_BLOCKS)
 
 
 def block_copiers(device: str) -> list[BlockCopier]:

@@ -4,8 +4,8 @@
            ──▶ stores   part ─ mark, part ─ mark …                  nobody holds for them
     poll   ──▶ marks that were passed end their tickets
 
-Nothing waits on the host, and there is no thread: whoever submits launches, some microseconds a layer however many
-blocks there are, and whoever polls looks at marks. A load waits for the mark of the step that was the last to read its
+Nothing waits on the host, and there is no thread: whoever submits launches, some microseconds a layer and less than one
+a piece, and whoever polls looks at marks. A load waits for the mark of the step that was the last to read its
 target, and for no other. Slots that are not pinned (yet) go through a StagedCopies instead.
 
 Stores are launched in parts, a few ahead of the device: so much can pile up before work that comes later, and while a
@@ -17,12 +17,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lamella.kvtier.data.block_map import BlockMap
+from lamella.kvtier.data.block_map import BlockMap, Piece
 from lamella.kvtier.data.cuda_lanes import LOADS, STORES, CudaLanes, Lanes, Mark
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.pinning import SlabPinner
@@ -33,6 +35,8 @@ from lamella.kvtier.protocols import BlockCopier
 
 STORE_PART_BYTES = 512 << 20
 """Of stores that end together: some ten milliseconds of a link."""
+LOAD_CALL_BYTES = 4 << 20
+"""That one call copies at least, where layers are small: some 70 microseconds of a link."""
 MAX_STORE_PARTS = 4
 """That wait on the device at once."""
 CLOSE_S = 5.0
@@ -45,6 +49,27 @@ AS_GOOD = 0.93
 """A copier that reaches so much of the fastest one's speed, and stands before it, is taken."""
 
 
+Addresses = npt.NDArray[np.int64]
+
+
+class Pairs(NamedTuple):
+    """Blocks of one group."""
+
+    slots: Addresses  # [n]
+    blocks: Addresses  # [n]
+
+
+class Ends(NamedTuple):
+    """Where the blocks of one tensor of one layer lie: addresses, and bytes from one block to the next."""
+
+    host: int
+    host_stride: int
+    cache: int
+    cache_stride: int
+    num_bytes: int
+    """Of a block."""
+
+
 class Batch:
     """Copies that were launched together."""
 
@@ -54,7 +79,7 @@ class Batch:
         self.jobs = jobs
         self.num_bytes = sum(job.num_bytes for job in jobs)
         self.marks: list[tuple[int, Mark]] = []
-        """Of loads: (place in the order of layers, behind that layer)."""
+        """Of loads: (place of a run of layers in their order, behind that run)."""
         self.next_mark = 0
         """The first that the step under way has not held for."""
         self.error: str | None = None
@@ -84,7 +109,9 @@ class CudaDeviceMover:
 
         Raises LayoutError when a block of the layers is not what a slot of the buffer holds.
         """
-        self.map = BlockMap(buffer, layers, caches, rank)
+        with torch.inference_mode():
+            self.map = BlockMap(buffer, layers, caches, rank)
+        self._ends = {layer: [_ends(piece) for piece in pieces] for layer, pieces in self.map.pieces.items()}
         self._buffer = buffer
         self._device = caches[layers[0][0]][0].device
         self._events = events
@@ -92,7 +119,7 @@ class CudaDeviceMover:
         self._chosen = [copiers[0], copiers[0]] if copiers else []
         """By lane."""
         self._lanes: Lanes = CudaLanes(self._device) if lanes is None else lanes
-        self._pinner = SlabPinner(buffer) if pinner is None else pinner
+        self._pinner = SlabPinner(buffer, device=self._device) if pinner is None else pinner
         ranges = [slice(rank * size, (rank + 1) * size) for size in buffer.bytes_per_block]
         self._staged = StagedCopies(self.map, ranges, self._lanes, self._device, self._report)
         self._place = {layer: place for place, (layer, _) in enumerate(self.map.order)}
@@ -242,7 +269,7 @@ class CudaDeviceMover:
         stores best. Nothing may be under way; the first slots, and blocks from 1 on, hold anything afterwards. None: no
         copy went well."""
         size = self._buffer.bytes_per_block[group]
-        host, device = [[Location(tier, group, first + n) for n in range(count)] for tier, first in _ENDS]
+        host, device = [[Location(tier, group, first + n) for n in range(count)] for tier, first in _FIRST]
         jobs = [
             [CopyJob(-1 - n, b"", h, d, size) for n, (h, d) in enumerate(zip(host, device))],
             [CopyJob(-1 - n, b"", d, h, size) for n, (h, d) in enumerate(zip(host, device))],
@@ -330,24 +357,44 @@ class CudaDeviceMover:
         if behind is not None:
             lanes.hold_lane(lane, behind)
         batch.start = lanes.mark_lane(lane, timed=True)
+        pairs = _pairs(jobs)
         try:
             with torch.inference_mode(), lanes.on(lane):
-                prepared = {
-                    group: copier.prepare(torch.tensor(pairs, dtype=torch.int64), self._device)
-                    for group, pairs in _pairs(jobs).items()
-                }
-                for place, (layer, group) in enumerate(self.map.order):
-                    if group not in prepared:
-                        continue
-                    for piece in self.map.pieces[layer]:
-                        ends = (piece.host, piece.cache) if lane == LOADS else (piece.cache, piece.host)
-                        copier.copy(*ends, prepared[group])
+                for places in self._runs(pairs, lane):
+                    self._copy_layers(places, pairs, lane, copier)
                     if lane == LOADS:
-                        batch.marks.append((place, lanes.mark_lane(lane)))
+                        batch.marks.append((places[0], lanes.mark_lane(lane)))
         except (RuntimeError, ValueError) as problem:
             batch.error = f"copy failed: {problem}"  # told when what was launched before has ended
         batch.end = lanes.mark_lane(lane, timed=True)
         return batch
+
+    def _runs(self, pairs: Mapping[int, Pairs], lane: int) -> list[list[int]]:
+        """Places of layers that are copied by one call, and held for together: stores all, loads as many as have some
+        MiB, for a call costs as much as that."""
+        runs: list[list[int]] = []
+        num_bytes = 0
+        for place, (layer, group) in enumerate(self.map.order):
+            if group not in pairs:
+                continue
+            if not runs or (num_bytes >= LOAD_CALL_BYTES and lane == LOADS):
+                runs.append([])
+                num_bytes = 0
+            runs[-1].append(place)
+            num_bytes += sum(end.num_bytes for end in self._ends[layer]) * len(pairs[group].slots)
+        return runs
+
+    def _copy_layers(self, places: Sequence[int], pairs: Mapping[int, Pairs], lane: int, copier: BlockCopier) -> None:
+        by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
+        for place in places:
+            layer, group = self.map.order[place]
+            slots, blocks = pairs[group]
+            for end in self._ends[layer]:
+                host, cache = end.host + slots * end.host_stride, end.cache + blocks * end.cache_stride
+                by_size.setdefault(end.num_bytes, []).append((host, cache) if lane == LOADS else (cache, host))
+        for num_bytes, addresses in by_size.items():
+            sources, targets = (np.concatenate(part) for part in zip(*addresses))
+            copier.copy(sources, targets, num_bytes, self._device, loads=lane == LOADS)
 
     def _has_ended(self, batch: Batch) -> bool:
         try:
@@ -378,13 +425,25 @@ class CudaDeviceMover:
         self._events.put([TicketResult(job.ticket, error is None, error, share) for job in jobs])
 
 
-_ENDS: tuple[tuple[Any, int], ...] = (("host", 0), ("device", 1))
+_FIRST: tuple[tuple[Any, int], ...] = (("host", 0), ("device", 1))
 """Where measuring begins: block 0 of a device is nobody's."""
 
 
-def _pairs(jobs: Sequence[CopyJob]) -> dict[int, list[tuple[int, int]]]:
-    """(source, target) by group."""
+def _pairs(jobs: Sequence[CopyJob]) -> dict[int, Pairs]:
+    """By group."""
     pairs: dict[int, list[tuple[int, int]]] = {}
-    for job in jobs:
-        pairs.setdefault(job.source.group, []).append((job.source.slot, job.target.slot))
-    return pairs
+    for source, target in [(job.source, job.target) for job in jobs]:
+        host, device = (source, target) if target.tier == "device" else (target, source)
+        pairs.setdefault(host.group, []).append((host.slot, device.slot))
+    return {group: Pairs(*np.asarray(numbers, np.int64).T) for group, numbers in pairs.items()}
+
+
+def _ends(piece: Piece) -> Ends:
+    size = piece.cache.element_size()
+    return Ends(
+        piece.host.data_ptr(),
+        piece.host.stride(0) * size,
+        piece.cache.data_ptr(),
+        piece.cache.stride(0) * size,
+        piece.cache.shape[1] * size,
+    )

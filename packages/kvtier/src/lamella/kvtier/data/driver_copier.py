@@ -1,4 +1,4 @@
-"""Copies of many blocks by the device's copy engines: one call of the driver for all of them.
+"""Copies of many pieces by the device's copy engines: one call of the driver for all of them.
 
 The engines take nothing from kernels that run meanwhile but memory bandwidth. Batched copies came with CUDA 12.8; below
 some ten KiB a copy costs more than its bytes, and a kernel is faster (what a start measures decides).
@@ -15,10 +15,14 @@ import torch
 
 MAX_COPIES = 4096
 """Of one call: the engines begin when it returns."""
+_CUDA_12_8 = 12080
+"""Later versions of the call have other parameters; the driver hands out each."""
 _IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream comes to the copy."""
 _BESIDE_COMPUTE = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+
+Addresses = npt.NDArray[np.int64]
 
 
 class _Location(ctypes.Structure):
@@ -44,32 +48,25 @@ class DriverCopier:
     def __init__(self, call: Any = None) -> None:
         """call: the driver's function, with the parameters of CUDA 12.8; None: that of this machine's driver. OSError
         or AttributeError where there is none."""
-        self._call = call or ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
+        self._call = call or _find_call()
         self._attributes = _Attributes(_IN_STREAM_ORDER, _Location(), _Location(), _BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
 
-    def prepare(self, pairs: torch.Tensor, device: torch.device) -> npt.NDArray[np.uint64]:
-        """[2, n]: sources, targets."""
-        return np.ascontiguousarray(pairs.numpy().T).astype(np.uint64)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, pairs: npt.NDArray[np.uint64]) -> None:
+    def copy(
+        self, sources: Addresses, targets: Addresses, num_bytes: int, device: torch.device, *, loads: bool
+    ) -> None:
         """RuntimeError if the driver refuses."""
-        num_bytes = source.shape[1] * source.element_size()
-        assert target.shape[1] * target.element_size() == num_bytes, "blocks differ in size"
-        places = [
-            tensor.data_ptr() + numbers * np.uint64(tensor.stride(0) * tensor.element_size())
-            for tensor, numbers in ((source, pairs[0]), (target, pairs[1]))
-        ]
-        stream = _current_stream(target if target.is_cuda else source)
-        sizes = np.full(min(MAX_COPIES, pairs.shape[1]), num_bytes, np.uint64)
-        for start in range(0, pairs.shape[1], MAX_COPIES):
-            sources, targets = (np.ascontiguousarray(place[start : start + MAX_COPIES]) for place in places)
+        stream = int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+        sizes = np.full(min(MAX_COPIES, len(sources)), num_bytes, np.uint64)
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+        for start in range(0, len(sources), MAX_COPIES):
+            count = min(MAX_COPIES, len(sources) - start)
             failed = ctypes.c_size_t(0)
             code = self._call(
-                ctypes.c_void_p(targets.ctypes.data),
-                ctypes.c_void_p(sources.ctypes.data),
+                ctypes.c_void_p(targets.ctypes.data + 8 * start),
+                ctypes.c_void_p(sources.ctypes.data + 8 * start),
                 ctypes.c_void_p(sizes.ctypes.data),
-                ctypes.c_size_t(len(sources)),
+                ctypes.c_size_t(count),
                 ctypes.byref(self._attributes),
                 ctypes.byref(self._first),
                 ctypes.c_size_t(1),
@@ -77,7 +74,7 @@ class DriverCopier:
                 ctypes.c_void_p(stream),
             )
             if code:
-                raise RuntimeError(f"the driver refuses {len(sources)} copies of {num_bytes} bytes: CUDA error {code}")
+                raise RuntimeError(f"the driver refuses {count} copies of {num_bytes} bytes: CUDA error {code}")
 
 
 def driver_copier() -> DriverCopier | None:
@@ -88,5 +85,18 @@ def driver_copier() -> DriverCopier | None:
         return None
 
 
-def _current_stream(tensor: torch.Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+def _find_call() -> Any:
+    find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+    found, status = ctypes.c_void_p(), ctypes.c_int()
+    code = find(
+        b"cuMemcpyBatchAsync",
+        ctypes.byref(found),
+        ctypes.c_int(_CUDA_12_8),
+        ctypes.c_uint64(0),
+        ctypes.byref(status),
+    )
+    if code or not found.value:
+        raise AttributeError(f"the driver has no batched copies: CUDA error {code}, status {status.value}")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    make = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return make(found.value)

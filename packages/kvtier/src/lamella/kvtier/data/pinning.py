@@ -41,14 +41,16 @@ class SlabPinner:
         register: Callable[[int, int], int] | None = None,
         unregister: Callable[[int], int] | None = None,
         slab_bytes: int = SLAB_BYTES,
+        device: torch.device | None = None,
     ) -> None:
         """register(address, num_bytes) and unregister(address) return 0 when it worked; None: those of the CUDA
-        runtime."""
+        runtime. device: whose context asks for it; None: that of the first one."""
         self.ready = [0] * len(buffer.num_slots)
         """Per group: leading slots that are pinned."""
         self.error = 0
         """Why pinning ended early; 0: it has not."""
         self._buffer = buffer
+        self._device = device
         self._register = register or _cuda_register
         self._unregister = unregister or _cuda_unregister
         self._slots_per_slab = [max(1, slab_bytes // size) for size in buffer.slot_bytes]
@@ -93,6 +95,8 @@ class SlabPinner:
         self._pinned.clear()
 
     def _run(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         bases = [
             torch.frombuffer(self._buffer.region(group), dtype=torch.uint8).data_ptr()
             for group in range(len(self.ready))

@@ -112,6 +112,8 @@ class StagedCopies:
         return bool(self._loads) and self._loads[0].number <= number
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         with torch.inference_mode():
             while (part := self._take()) is not None:
                 start = time.perf_counter()

@@ -11,14 +11,13 @@ What computes has happened when it was launched, as on a CPU it does.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from lamella.kvtier.data.cuda_lanes import LOADS, STAGED, STORES
 from lamella.kvtier.data.cuda_mover import CudaDeviceMover
@@ -94,19 +93,20 @@ class FakeLanes:
 
     # ---- for the copier --------------------------------------------------------------------------------------------
 
-    def launch(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """target[b] = source[a], later, on the lane that is current."""
+    def launch(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int, loads: bool) -> None:
+        """Copy from and to these addresses, later, on the lane that is current."""
         lane = self._current
-        assert lane in (LOADS, STORES), "a copy between tiers on the stream that computes"
-        numbers = [a for a, _ in pairs]
-        before = source[numbers].clone()
-        if lane == LOADS:
-            target[[b for _, b in pairs]] = -1  # every bit set: NaN in all formats, infinity in none
+        assert lane == (LOADS if loads else STORES), "a copy between tiers on another stream"
+        before = [ctypes.string_at(source, num_bytes) for source in sources]
+        if loads:
+            for target in targets:
+                ctypes.memset(target, 0xFF, num_bytes)  # every bit set: NaN in all formats
 
         def happen() -> None:
-            what = "a slot was handed out while a load read it" if lane == LOADS else "a block changed under its store"
-            assert torch.equal(source[numbers], before), what
-            target[[b for _, b in pairs]] = before
+            for source, target, content in zip(sources, targets, before):
+                what = "a slot was handed out while a load read it" if loads else "a block changed under its store"
+                assert ctypes.string_at(source, num_bytes) == content, what
+                ctypes.memmove(target, content, num_bytes)
 
         self.num_launched[lane] += 1
         self._waiting[lane].append(happen)
@@ -138,13 +138,10 @@ class FakeCopier:
         self._fail_every = fail_every
         self._numbers = itertools.count(1)
 
-    def prepare(self, pairs: torch.Tensor, device: Any) -> list[tuple[int, int]]:
-        return [(a, b) for a, b in pairs.tolist()]
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    def copy(self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool) -> None:
         if self._fail_every and next(self._numbers) % self._fail_every == 0:
             raise RuntimeError("the copier broke")
-        self._lanes.launch(source, target, pairs)
+        self._lanes.launch(sources.tolist(), targets.tolist(), num_bytes, loads)
 
 
 def pinned(buffer: HostBuffer, error_at: int | None = None, slab_bytes: int = 1 << 20) -> SlabPinner:
