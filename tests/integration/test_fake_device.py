@@ -500,7 +500,7 @@ def test_tiers_change_no_answer(
     rng = random.Random(f"tiers {family} {world}")
     below = below_of(folder / family, TIERS[world], 5, tmp_path / "kv")
     with served(folder / family, num_blocks=TIGHT, mover=below.mover, tiers=below.plan) as engine:
-        requests = draw_requests(engine, rng, 22 if family == "llama" else 16)
+        requests = draw_requests(engine, rng, 30 if family == "llama" else 16)
         waiting, aborted = list(requests), set()
         while waiting or engine.core.has_work:
             while waiting and rng.random() < 0.6:
