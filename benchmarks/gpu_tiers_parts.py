@@ -79,7 +79,10 @@ def layout_rows(name: str, shape: dict[str, Any], speeds: dict[str, float], spec
         for num_bytes in shape["sizes"]:
             for scattered in shape["scattered"]:
                 for loads in (False, True):
-                    rates = {c.name: setting.rate(c, num_bytes, scattered, loads) for c in setting.copiers}
+                    rates, on_device = {}, {}
+                    for copier in setting.copiers:
+                        wall, device = setting.rate(copier, num_bytes, scattered, loads)
+                        rates[copier.name], on_device[copier.name] = wall, device
                     taken = setting.chosen[0 if loads else 1]
                     way = "host -> device" if loads else "device -> host"
                     target = spec["targets"].get(name) if loads else None
@@ -94,6 +97,7 @@ def layout_rows(name: str, shape: dict[str, Any], speeds: dict[str, float], spec
                         "floor": speeds[way],
                         "by": taken,
                         **{f"{copier} GB/s": rate for copier, rate in rates.items()},
+                        **{f"{copier} GB/s, the device's time": rate for copier, rate in on_device.items()},
                     }
                     say({"row": row})
     finally:
@@ -126,8 +130,9 @@ class Copies:
         self.mover.measure(0, min(self.count, (64 << 20) // self.block_bytes))
         self.chosen = self.mover.stats()["copied_by"]
 
-    def rate(self, copier: Any, num_bytes: int, scattered: bool, loads: bool) -> float:
-        """GB/s from submit() to the last ticket's end, median of five. Raises Wrong if a byte is."""
+    def rate(self, copier: Any, num_bytes: int, scattered: bool, loads: bool) -> tuple[float, float]:
+        """GB/s from submit() to the last ticket's end, and while the device copied; medians of five. Raises Wrong if a
+        byte is."""
         count = num_bytes // self.block_bytes
         slots = torch.randperm(self.count)[:count] if scattered else torch.arange(count)
         blocks = (torch.randperm(self.count)[:count] if scattered else torch.arange(count)) + 1
@@ -135,20 +140,13 @@ class Copies:
         down, up = ([*self.jobs(slots, blocks, way)] for way in (False, True))
         want = self.digest(blocks)
         self.run(down)
-        seconds = []
-        for _ in range(6):
-            seconds.append(self.run(up if loads else down))
-        if not loads:
-            self.clear(blocks)
-            self.run(up)
-        elif not torch.equal(self.digest(blocks), want):
-            raise Wrong("bytes changed on their way")
-        if loads:
-            self.clear(blocks)
-            self.run(up)
+        runs = [self.run(up if loads else down) for _ in range(6)][1:]
+        self.clear(blocks)
+        self.run(up)
         if not torch.equal(self.digest(blocks), want):
             raise Wrong("bytes changed on their way")
-        return num_bytes / statistics.median(seconds[1:]) / 1e9
+        wall, device = (num_bytes / statistics.median(seconds) / 1e9 for seconds in zip(*runs))
+        return wall, device
 
     def jobs(self, slots: torch.Tensor, blocks: torch.Tensor, loads: bool) -> Iterator[CopyJob]:
         for n, (slot, block) in enumerate(zip(slots.tolist(), blocks.tolist())):
@@ -156,8 +154,8 @@ class Copies:
             source, target = ends if loads else ends[::-1]
             yield CopyJob(n, b"", source, target, self.block_bytes)
 
-    def run(self, jobs: list[CopyJob]) -> float:
-        """Seconds."""
+    def run(self, jobs: list[CopyJob]) -> tuple[float, float]:
+        """Seconds here, and of the device."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         self.mover.submit(jobs)
@@ -171,7 +169,7 @@ class Copies:
         failed = [result.error for result in ended if not result.ok]
         if failed:
             raise Wrong(f"{len(failed)} copies failed: {failed[0]}")
-        return seconds
+        return seconds, sum(result.seconds for result in ended)
 
     def clear(self, blocks: torch.Tensor) -> None:
         for layer in self.caches:

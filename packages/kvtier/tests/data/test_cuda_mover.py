@@ -247,19 +247,41 @@ def test_hazards_are_seen() -> None:
         setting.mover._launched[LOADS][0].end.synchronize()
 
 
-def test_stores_are_launched_in_parts_that_the_device_can_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.STORE_PART_BYTES", 1)
-    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.MAX_STORE_PARTS", 2)
+@pytest.mark.parametrize("lane", [LOADS, STORES])
+def test_copies_are_launched_in_parts_that_others_can_cut_in_between(
+    monkeypatch: pytest.MonkeyPatch, lane: int
+) -> None:
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.PART_BYTES", 1)
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.MAX_PARTS", 2)
     setting = Setting(max_copies=0)
-    setting.mover.submit([store(n, 0, n + 1, n) for n in range(6)])
-    assert (len(setting.mover._launched[STORES]), setting.mover.queue_depth) == (2, 4)
-    setting.mover._launched[STORES][0].end.synchronize()
+    make = load if lane == LOADS else lambda n, group, slot, block: store(n, group, block, slot)
+    setting.mover.submit([make(n, 0, n, n + 1) for n in range(6)])
+    assert (len(setting.mover._launched[lane]), setting.mover.queue_depth) == (2, 4)
+    setting.mover._launched[lane][0].end.synchronize()
     setting.mover.poll()
-    assert (len(setting.mover._launched[STORES]), setting.mover.queue_depth) == (2, 3)
+    assert (len(setting.mover._launched[lane]), setting.mover.queue_depth) == (2, 3)
+    setting.mover.before_step(0, waits=False)
+    assert setting.mover.queue_depth == 3
+    setting.mover.before_step(0)
+    assert setting.mover.queue_depth == (0 if lane == LOADS else 3), "a step waits for all loads, and for no store"
+    for layer in range(3):
+        setting.mover.wait_layer(layer)
+    assert setting.lanes.num_done[LOADS] == setting.lanes.num_launched[LOADS]
     while setting.mover.busy:
-        setting.mover._launched[STORES][0].end.synchronize()
+        setting.mover._launched[lane][0].end.synchronize()
         setting.mover.poll()
     assert sorted(event.ticket for event in setting.events.take()) == list(range(6))  # type: ignore[union-attr]
+    setting.mover.close()
+
+
+def test_the_longer_a_caller_was_away_the_more_waits_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.PART_BYTES", 1)
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.LINK_BYTES_PER_S", 1.0)
+    setting = Setting(max_copies=0)
+    setting.mover._started -= 3.5
+    setting.mover.submit([store(n, 0, n + 1, n) for n in range(6)])
+    assert (len(setting.mover._launched[STORES]), setting.mover.queue_depth) == (5, 1)
+    setting.lanes.max_copies = 3
     setting.mover.close()
 
 

@@ -8,8 +8,8 @@ Nothing waits on the host, and there is no thread: whoever submits launches, som
 a piece, and whoever polls looks at marks. A load waits for the mark of the step that was the last to read its
 target, and for no other. Slots that are not pinned (yet) go through a StagedCopies instead.
 
-Stores are launched in parts, a few ahead of the device: so much can pile up before work that comes later, and while a
-step computes for long the link stays busy. They wait for pinning as long as it goes on.
+Copies that no step waits for are launched in parts, a few ahead of the device: a caller has other things to launch, and
+while a step computes for long the link stays busy. Stores wait for pinning as long as it goes on.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from lamella.kvtier.data.staged_copies import StagedCopies
 from lamella.kvtier.jobs import CopyJob, Location, TicketResult
 from lamella.kvtier.protocols import BlockCopier
 
-STORE_PART_BYTES = 512 << 20
-"""Of stores that end together: some ten milliseconds of a link."""
-LOAD_CALL_BYTES = 4 << 20
-"""That one call copies at least, where layers are small: some 70 microseconds of a link."""
-MAX_STORE_PARTS = 4
-"""That wait on the device at once."""
+PART_BYTES = 256 << 20
+"""That are launched at once where nobody waits: some milliseconds of a link, and less than one of the host."""
+MIN_PARTS, MAX_PARTS = 2, 8
+"""Of loads, and of stores, that wait on the device at once: the more, the longer the caller was away."""
+LINK_BYTES_PER_S = 50e9
+"""What may have been copied meanwhile; no more than a guess is needed."""
+LOAD_CALL_BYTES = 8 << 20
+"""That one call copies at least, where layers are small: some 150 microseconds of a link."""
 CLOSE_S = 5.0
 """What close() waits for copies under way."""
 FIRST_SLAB_S = 2.0
@@ -131,6 +133,8 @@ class CudaDeviceMover:
         self._steps: dict[int, Mark] = {}
         """Behind each step that may still run."""
         self._last_step = -1
+        self._started = time.perf_counter()
+        """When something was last launched, or could have been."""
         self._held: list[Batch] = []
         """Loads that the step under way has to hold for."""
         self._held_staged = 0
@@ -191,7 +195,7 @@ class CudaDeviceMover:
                     self._loads.remove(job)
                     text = f"waits for step {job.after_step}, awaited by {step_id}"
                     failed.append(TicketResult(job.ticket, False, text))
-            self._start()
+            self._start(every_load=waits)
             under_way = self._launched[LOADS] if waits else ()
             self._held = [batch for batch in under_way if batch.marks and not batch.end.query()]
             for batch in self._held:
@@ -307,18 +311,23 @@ class CudaDeviceMover:
         self._events.take()  # of tickets that nobody has
         return sum(job.num_bytes for job in jobs) / seconds if self.num_failed == failed else None
 
-    def _start(self) -> None:
-        """Launch what can be launched."""
-        if self._loads:
-            ready = self._take(self._loads, 1 << 62)
+    def _start(self, every_load: bool = False) -> None:
+        """Launch what can be launched, in parts, unless a step is to wait for every load."""
+        now = time.perf_counter()
+        away_s, self._started = now - self._started, now
+        parts = min(MAX_PARTS, MIN_PARTS + int(away_s * LINK_BYTES_PER_S / PART_BYTES))
+        while self._loads and (every_load or len(self._launched[LOADS]) < parts):
+            ready = self._take(self._loads, 1 << 62 if every_load else PART_BYTES)
             pinned = [job for job in ready if self._is_pinned(job.source)]
             if pinned:
                 self._launched[LOADS].append(self._launch(pinned, LOADS))
             if len(pinned) < len(ready):
                 staged = [job for job in ready if not self._is_pinned(job.source)]
                 self._staged.submit(staged, True, self._mark_of(staged))
-        while self._stores and self._chosen and len(self._launched[STORES]) < MAX_STORE_PARTS:
-            part = self._take(self._stores, STORE_PART_BYTES, pinned=True)
+            if not ready:
+                break
+        while self._stores and self._chosen and len(self._launched[STORES]) < parts:
+            part = self._take(self._stores, PART_BYTES, pinned=True)
             if not part:
                 break
             self._launched[STORES].append(self._launch(part, STORES))
