@@ -161,7 +161,15 @@ class LowerTiers:
     def complete(self, events: Iterable[TierEvent]) -> None:
         """Asserts that a ticket ends once."""
         demotion, stores, prefetch, waiters = self._demotion, self._stores, self._prefetch, self._prefetch.waiters
+        restored = self._restores.copies
+        run: list[TicketResult] = []  # of restores that ended well, one behind the other
         for event in events:
+            if isinstance(event, TicketResult) and event.ok and event.ticket in restored and event.ticket not in waiters:
+                run.append(event)
+                continue
+            if run:
+                self._go_on(self._restores.complete_well(run))
+                run = []
             if not isinstance(event, TicketResult):
                 self._take_news(event)
                 continue
@@ -178,12 +186,11 @@ class LowerTiers:
                     self._resume()
             else:
                 assert ticket in self._restores.copies, f"ticket {ticket} ended twice, or was never given out"
-                for descent in self._restores.complete(event):
-                    holding = self._holdings.get(descent.sequence)
-                    if holding is not None and holding.below is descent:
-                        self.demote(holding)
+                self._go_on(self._restores.complete(event))
             if ticket in waiters:
                 prefetch.ended(ticket)
+        if run:
+            self._go_on(self._restores.complete_well(run))
 
     def copy_readers(self) -> set[int]:
         """Sequences that read copies to the device that have not ended."""
@@ -269,6 +276,13 @@ class LowerTiers:
         for books in self.books.values():
             books[idx].remove(key)
         self._suspect(chains, place)
+
+    def _go_on(self, descents: Sequence[Descent]) -> None:
+        """Nothing is in flight any more that these read: their blocks may go down."""
+        for descent in descents:
+            holding = self._holdings.get(descent.sequence)
+            if holding is not None and holding.below is descent:
+                self.demote(holding)
 
     def _resume(self) -> None:
         waiting = self._demotion.waiting
