@@ -161,15 +161,20 @@ class LowerTiers:
     def complete(self, events: Iterable[TierEvent]) -> None:
         """Asserts that a ticket ends once."""
         demotion, stores, prefetch, waiters = self._demotion, self._stores, self._prefetch, self._prefetch.waiters
-        restored = self._restores.copies
-        run: list[TicketResult] = []  # of restores that ended well, one behind the other
+        restored, loaded = self._restores.copies, prefetch.copies
+        restores: list[TicketResult] = []  # that ended well, one behind the other
+        loads: list[TicketResult] = []
         for event in events:
-            if isinstance(event, TicketResult) and event.ok and event.ticket in restored and event.ticket not in waiters:
-                run.append(event)
-                continue
-            if run:
-                self._go_on(self._restores.complete_well(run))
-                run = []
+            if isinstance(event, TicketResult) and event.ok:
+                if event.ticket in loaded:
+                    loads.append(event)
+                    continue
+                if event.ticket in restored and event.ticket not in waiters:
+                    restores.append(event)
+                    continue
+            if restores or loads:
+                self._complete_well(restores, loads)
+                restores, loads = [], []
             if not isinstance(event, TicketResult):
                 self._take_news(event)
                 continue
@@ -189,8 +194,8 @@ class LowerTiers:
                 self._go_on(self._restores.complete(event))
             if ticket in waiters:
                 prefetch.ended(ticket)
-        if run:
-            self._go_on(self._restores.complete_well(run))
+        if restores or loads:
+            self._complete_well(restores, loads)
 
     def copy_readers(self) -> set[int]:
         """Sequences that read copies to the device that have not ended."""
@@ -276,6 +281,12 @@ class LowerTiers:
         for books in self.books.values():
             books[idx].remove(key)
         self._suspect(chains, place)
+
+    def _complete_well(self, restores: Sequence[TicketResult], loads: Sequence[TicketResult]) -> None:
+        if loads:
+            self._prefetch.complete_well(loads)
+        if restores:
+            self._go_on(self._restores.complete_well(restores))
 
     def _go_on(self, descents: Sequence[Descent]) -> None:
         """Nothing is in flight any more that these read: their blocks may go down."""
