@@ -48,6 +48,7 @@ class Part(NamedTuple):
 
 
 LLAMA, TINY = str(HERE / "configs" / "llama-3.1-8b"), str(HERE / "configs" / "tiny-llama")
+GPU_OPTIONS = {**OPTIONS, "device": "cuda"}
 BLOCK_BYTES = 64 * 131072
 """Of 64 tokens of llama-3.1-8b, all layers."""
 PARTS = (
@@ -67,7 +68,7 @@ PARTS = (
         75,
         {
             "folder": LLAMA,
-            "options": {**OPTIONS, "kv_tier": ["ram=20GiB"], "kv_cache_memory": 524 * BLOCK_BYTES},
+            "options": {**GPU_OPTIONS, "kv_tier": ["ram=20GiB"], "kv_cache_memory": 524 * BLOCK_BYTES},
             "lengths": [
                 {"length": 32768, "prompts": 3, "runs": 6, "peer": 167.0, "target": 95.0, "floor": 77.0},
                 {"length": 4096, "prompts": 12, "runs": 9, "peer": 52.0, "target": 20.0},
@@ -79,7 +80,7 @@ PARTS = (
         70,
         {
             "folder": LLAMA,
-            "options": {**OPTIONS, "kv_tier": ["ram=24GiB"], "kv_cache_memory": 1250 * BLOCK_BYTES},
+            "options": {**GPU_OPTIONS, "kv_tier": ["ram=24GiB"], "kv_cache_memory": 1250 * BLOCK_BYTES},
             "batch": 32,
             "context": 1024,
             "length": 32768,
@@ -90,7 +91,7 @@ PARTS = (
     Part(
         "start",
         60,
-        {"folder": LLAMA, "options": OPTIONS, "tier": "ram=40GiB", "runs": 2, "target": 0.5},
+        {"folder": LLAMA, "options": GPU_OPTIONS, "tier": "ram=40GiB", "runs": 2, "target": 0.5},
     ),
 )
 TINY_TIER = {**TINY_OPTIONS, "device": "cpu", "kv_tier": ["ram=16MiB"], "kv_cache_memory": 96 << 10}

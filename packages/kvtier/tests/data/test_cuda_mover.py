@@ -366,6 +366,17 @@ def test_the_faster_copier_is_taken_unless_the_first_is_as_good() -> None:
     setting.mover.close()
 
 
+def test_where_no_copier_works_blocks_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+    setting = Setting()
+    setting.mover._copiers = (FakeCopier(setting.lanes, fail_every=1),)
+    assert setting.mover.measure(0, 3)
+    assert "no copier works" in caplog.text
+    assert setting.mover.stats()["copied_by"] == ("staging",)
+    assert setting.run([store(1, 0, 5, 0)])[1].ok
+    assert bytes(setting.buffer.rank_view(0, 0, 1)) == setting.block(0, 5)
+    setting.mover.close()
+
+
 def test_nothing_pinned_is_measured_as_it_is_copied() -> None:
     setting = Setting(error_at=0)
     speed = setting.mover.measure(0, 3)

@@ -14,6 +14,7 @@ while a step computes for long the link stays busy. Stores wait for pinning as l
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from lamella.kvtier.data.queue import EventQueue
 from lamella.kvtier.data.staged_copies import StagedCopies
 from lamella.kvtier.jobs import CopyJob, Location, TicketResult
 from lamella.kvtier.protocols import BlockCopier
+
+logger = logging.getLogger("lamella.kvtier")
 
 PART_BYTES = 256 << 20
 """That are launched at once where nobody waits: some milliseconds of a link, and less than one of the host."""
@@ -284,7 +287,9 @@ class CudaDeviceMover:
         for lane in (STORES, LOADS):  # the slots' pages exist by then
             rates = [self._rate(jobs[lane], lane, copier) for copier in self._copiers]
             if not max(rates):
-                return None
+                logger.warning("blocks of the KV tier go through a staging buffer: no copier works here")
+                self._chosen = []
+                return self._measure_staged(jobs[LOADS])
             self._chosen[lane] = next(c for c, rate in zip(self._copiers, rates) if rate >= AS_GOOD * max(rates))
             told.append(max(rates))
         return told[-1]
