@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -73,12 +74,16 @@ class Told(NamedTuple):
     moved: dict[str, Any]
 
 
-def engine(model: Path, num_blocks: int, **options: Any) -> LLM:
-    with_defaults = {**OPTIONS, **options}
-    with LLM(str(model), kv_cache_memory=64 << 20, **{**with_defaults, "kv_tier": []}) as probe:
+@cache
+def block_bytes(model: Path) -> int:
+    """Of all groups."""
+    with LLM(str(model), kv_cache_memory=64 << 20, enforce_eager=True, **OPTIONS) as probe:
         head, *rows = probe.info.report["KV groups"]
-    size = sum(int(row[head.index("bytes per block")]) for row in rows)
-    return LLM(str(model), kv_cache_memory=num_blocks * size + (1 << 16), **with_defaults)
+    return sum(int(row[head.index("bytes per block")]) for row in rows)
+
+
+def engine(model: Path, num_blocks: int, **options: Any) -> LLM:
+    return LLM(str(model), kv_cache_memory=num_blocks * block_bytes(model) + (1 << 16), **{**OPTIONS, **options})
 
 
 def chats(llm: LLM) -> Told:
