@@ -62,6 +62,10 @@ class World:
     patience_s: float = 0.0
     draft_costs: tuple[tuple[int, float], ...] | None = None
 
+    @property
+    def holds_restores(self) -> bool:
+        return self.max_model_len % 2 == 1
+
     @staticmethod
     def draw(rng: random.Random, scale: int) -> World:
         """scale: 1 for small worlds. A world without tiers does not depend on whether others have some."""
@@ -262,6 +266,8 @@ class Simulation:
         self.clock = FakeClock()
         self.controls = random.Random(seed + 1)  # of its own, so that no other draw changes
         self.mover = FakeMover(lambda: self.runner._memory, random.Random(seed), world.faults)
+        if world.tiers is not None and not world.threaded:
+            self.runner.mover, self.mover.late = self.mover, True
         self.executor = CheckedExecutor(
             self.runner,
             depth=world.depth,
@@ -284,6 +290,7 @@ class Simulation:
                 draft_costs=world.draft_costs,
                 draft_methods=("one", "other"),
                 tiers=world.tiers,
+                holds_restores=world.holds_restores,
                 patience=lambda _: world.patience_s,
             ),
             clock=self.clock.now,

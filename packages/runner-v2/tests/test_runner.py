@@ -286,7 +286,8 @@ class TestMover:
                 assert sorted(i for group in layers for i in group) == [0, 1, 2]
                 assert all(len(tensors) == 2 for tensors in caches)
 
-            def before_step(self, step_id: int) -> None:
+            def before_step(self, step_id: int, waits: bool) -> None:
+                assert not waits
                 calls.append(("before", step_id))
 
             def wait_layer(self, layer_idx: int) -> None:

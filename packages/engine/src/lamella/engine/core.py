@@ -66,6 +66,8 @@ class CoreOptions:
     """What lies below the device; None: nothing, and the executor needs no mover."""
     patience: Callable[[int], float] = no_patience
     """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
+    holds_restores: bool = False
+    """Whoever enters beside sequences that decode lets his copies from the host end first."""
     report: dict[str, Any] = field(default_factory=dict)
     """Goes into CoreInfo as it is."""
 
@@ -113,6 +115,7 @@ class EngineCore:
             draft_rule_exact=options.draft_rule_exact,
             lookahead=report.lookahead,
             patience=options.patience,
+            holds_restores=options.holds_restores,
         )
         self._scheduler = Scheduler(
             self._config,

@@ -86,7 +86,13 @@ class KvMover(Protocol):
     def bind(self, layers: Sequence[Sequence[int]], caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """The memory to move: layer indices of each group, and each layer's tensors [num_blocks, ...]."""
 
-    def before_step(self, step_id: int) -> None: ...
-    def wait_layer(self, layer_idx: int) -> None: ...
-    def after_step(self, step_id: int) -> None: ...
+    def before_step(self, step_id: int, waits: bool) -> None:
+        """waits: wait_layer() is about the copies submitted so far; else the step reads none of their targets."""
+
+    def wait_layer(self, layer_idx: int) -> None:
+        """What is launched from now on may read this layer of these copies. A device waits, and not its host."""
+
+    def after_step(self, step_id: int) -> None:
+        """The step is launched: copies may begin behind it."""
+
     def close(self) -> None: ...

@@ -227,7 +227,7 @@ class ModelRunner:
         assert step.common.num_tokens == 0, "steps are not padded on this device"
         assert not self._in_flight or self._drafting is None, "drafts of a step in flight are not made yet"
         if self._mover is not None:
-            self._mover.before_step(step.step_id)
+            self._mover.before_step(step.step_id, step.waits_for_copies)
         self._change_rows(step)
         layout = self._builder.layout(step.work)
         pending = Pending(step, layout, self._state.generations[layout.rows].tolist(), None, None, None, started)
@@ -293,7 +293,7 @@ class ModelRunner:
         assert self._choice is not None
         decode.place(layout.rows, size)
         self._writes.flush()
-        if self._mover is not None and len(self._graphs):
+        if self._mover is not None and pending.step.waits_for_copies and len(self._graphs):
             for layer_idx in range(self.model_config.num_layers):
                 self._mover.wait_layer(layer_idx)  # a recording does not stop between layers
         batch, logits = self._graphs.run(GraphKey("logits", size), partial(self._decode_logits, size))

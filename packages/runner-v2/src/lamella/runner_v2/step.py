@@ -125,6 +125,8 @@ class Step(NamedTuple):
     masked_rows: tuple[int, ...] = ()
     """Rows whose sampling waits for a mask given by provide()."""
     common: Common = Common()
+    waits_for_copies: bool = False
+    """Some row reads blocks that are on their way from the host tier."""
 
 
 class TokenLogprobs(NamedTuple):

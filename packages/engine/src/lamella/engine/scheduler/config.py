@@ -49,6 +49,10 @@ class SchedulerConfig:
     patience: Callable[[int], float] = no_patience
     """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
 
+    holds_restores: bool = False
+    """Where sequences decode, one that enters waits for its copies from the host before it computes, so that their
+    steps do not; else, and alone, its first step waits for them layer by layer."""
+
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise StartError(

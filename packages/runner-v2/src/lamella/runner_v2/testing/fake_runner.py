@@ -204,6 +204,8 @@ class FakeRunner:
         self.num_steps = 0
         self.runs_behind = False
         """Set: the owner launches and finishes steps. What a launch computes is kept until it is asked for."""
+        self.mover: Any = None
+        """Set: told before each step whether it waits for copies, and after it."""
         self._launched: list[StepOutput] = []
         self.proposed: dict[int, int] = {}
         """Method -> drafts that it made."""
@@ -251,6 +253,8 @@ class FakeRunner:
         """Run a step at once."""
         assert self._memory, "step before allocate, or after close"
         masks = self._masks.pop(step.step_id, ())
+        if self.mover is not None:
+            self.mover.before_step(step.step_id, step.waits_for_copies)
         self._apply_changes(step)
         if step.work is not None:
             self._work = step.work
