@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
     @property
     def lower_is_better(self) -> bool:
-        return self.unit != "tokens/s"
+        return self.unit not in ("tokens/s", "GB/s")
 
 
 _TITLES = {

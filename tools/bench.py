@@ -2,6 +2,7 @@
 
   hatch run bench cpu                       lamella beside its peers on the demo model, on this CPU
   hatch run bench gpu                       the engine on a GPU beside vLLM's figures; --tiny: a trial on the CPU
+  hatch run bench gpu_tiers                 KV tiers below a GPU: copies, restores, what running requests feel, start
   hatch run bench runner-v2 sampling        packages/runner-v2/bench/sampling.py
   hatch run bench                           list what there is
 
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("peers", "gpu_engine", "gpu_start")
+PARTS = ("peers", "gpu_engine", "gpu_start", "gpu_tiers_parts")
 """Of benches: no bench by themselves."""
 
 

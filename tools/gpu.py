@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "packages" / "kernels-cuda"
 BUILD = ROOT / "build" / "gpu"
-ENGINE_TESTS = ("packages/runner-v2/tests", "packages/engine/tests", "tests")
+ENGINE_TESTS = ("packages/runner-v2/tests", "packages/engine/tests", "tests", "packages/kvtier/tests/data")
 
 
 def main() -> int:

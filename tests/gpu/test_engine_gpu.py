@@ -203,12 +203,16 @@ def compare(llm: LLM, traffic: Traffic, rng: random.Random) -> str:
     return told
 
 
-@pytest.mark.parametrize("model", ["tiny", "wide"])
-def test_traffic(request: pytest.FixtureRequest, model: str, record_property: Any) -> None:
-    """1,000 requests with aborts and preemptions: all others end well, no block or row is left behind, and greedy
-    answers are those of single requests up to near-ties."""
+@pytest.mark.parametrize(
+    ("model", "tiers"), [("tiny", None), ("wide", None), ("tiny", "ram=64MiB"), ("wide", "ram=64MiB")]
+)
+def test_traffic(request: pytest.FixtureRequest, model: str, tiers: str | None, record_property: Any) -> None:
+    """1,000 requests with aborts and preemptions, with and without a tier below: all others end well, no block or row
+    is left behind, and greedy answers are those of single requests up to near-ties."""
     path, shape = request.getfixturevalue(model), TINY if model == "tiny" else WIDE
-    dummy = {} if model == "tiny" else {"load_format": "dummy"}
+    dummy: dict[str, Any] = {} if model == "tiny" else {"load_format": "dummy"}
+    if tiers is not None:
+        dummy["kv_tier"] = tiers
     rng = random.Random(11)
     with engine(path, shape, num_blocks=28, **dummy) as llm:
         traffic = serve(llm, rng, NUM_REQUESTS)
@@ -217,6 +221,11 @@ def test_traffic(request: pytest.FixtureRequest, model: str, record_property: An
             f"{model}: {NUM_REQUESTS} requests in {traffic.seconds:.1f} s and {stats.steps} steps, "
             f"{stats.preemptions} preemptions, {traffic.num_aborted} aborts, {stats.prefix_hits} cached tokens"
         )
+        if tiers is not None:
+            host = stats.tiers["host"]
+            told += f", {host.hit_tokens} of them from the host"
+            assert host.hit_tokens > 0, told
+            assert host.failures == {}, told
         assert stats.preemptions > 0, f"{told}: the cache was large enough for all"
         assert stats.prefix_hits > 0, told
         assert traffic.num_aborted > 0, told

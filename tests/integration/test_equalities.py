@@ -34,8 +34,14 @@ every_drafter = pytest.mark.parametrize(
     [
         {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1, **ALL_DRAFTS},
         {"method": "suffix", "num_speculative_tokens": 8, **ALL_DRAFTS},
+        {
+            "method": "suffix",
+            "num_speculative_tokens": 8,
+            "fallback": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+            **ALL_DRAFTS,
+        },
     ],
-    ids=["ngram", "suffix"],
+    ids=["ngram", "suffix", "both"],
 )
 
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,6 +30,12 @@ from lamella.engine.outputs import RequestOutput, request_output
 from lamella.engine.request import Request, SamplingParams
 from lamella.engine.text.tokenizer import Tokenizer, load_tokenizer
 from lamella.engine.wire import sequence_id
+from lamella.kvtier import TierPlan
+from lamella.kvtier.data import cuda_mover
+from lamella.kvtier.data.disk.store import DiskStore
+from lamella.kvtier.data.host_buffer import HostBuffer
+from lamella.kvtier.data.mover import TierMover
+from lamella.kvtier.testing.fake_lanes import FakeLanes, fake_cuda_mover
 from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.runner import ModelRunner
 from lamella.runner_v2.testing import cuda_kernels
@@ -37,6 +43,7 @@ from lamella.runner_v2.testing.assembled import KERNEL_SIZES
 from lamella.runner_v2.testing.fake_device import FAKE_DEVICE, FakeDevice
 from lamella.runner_v2.testing.tiny_models import write_folder
 from lamella.runner_v2.worker import Worker
+from lamella.specdec import parse_speculation
 
 FAMILIES = {"llama": 60, "gemma3_text": 16, "qwen3_moe": 15}
 """Family -> requests. The reference of experts is slow."""
@@ -161,8 +168,11 @@ class Served:
         )
         self.device = FakeDevice()
         self.device.kernels = kernels
-        self.worker = Worker(config, from_config(speculative) if speculative else None, platform=self.device)
-        executor = InProcess(self.worker, depth=depth)
+        mover: Any = options.pop("mover", None)
+        self.worker = Worker(
+            config, from_config(speculative) if speculative else None, platform=self.device, mover=mover
+        )
+        executor = InProcess(self.worker, depth=depth, mover=mover)
         reports = executor.open()
         self.core = EngineCore(
             executor,
@@ -173,7 +183,11 @@ class Served:
                 max_num_batched_tokens=config.max_num_tokens,
                 num_blocks=(num_blocks,) * len(reports[0].groups),
                 max_num_drafts=num_drafts,
+                draft_methods=parse_speculation(speculative).methods if speculative else (),
                 prefix_caching=options.get("prefix_caching", True),
+                tiers=options.get("tiers"),
+                holds_restores=options.get("tiers") is not None,
+                patience=lambda _: 10.0,
             ),
             draw_seed=lambda: 7,
         )
@@ -242,8 +256,10 @@ def served(
     kernels = RowByRow()
     with cuda_kernels.using(kernels), mock.patch.object(F, "linear", linear_by_row):
         engine = Served(path, kernels, depth, graphs, num_blocks, **options)
-        yield engine
-        engine.core.close()
+        try:
+            yield engine
+        finally:
+            engine.core.close()
 
 
 def request_of(engine: Served, name: str, prompt: list[int], params: SamplingParams) -> Request:
@@ -343,7 +359,7 @@ def test_traffic_gets_what_single_requests_get(folder: Path, family: str) -> Non
         single.check_empty()
 
 
-@pytest.mark.parametrize("drafts", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+@pytest.mark.parametrize("drafts", [NGRAM, SUFFIX, {**SUFFIX, "fallback": NGRAM}], ids=["ngram", "suffix", "both"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_speculation_gives_the_same_ids(folder: Path, family: str, drafts: dict[str, Any]) -> None:
     """Greedy, with a host-side drafter and without it, together and alone."""
@@ -367,6 +383,56 @@ def test_speculation_gives_the_same_ids(folder: Path, family: str, drafts: dict[
         for request in requests:
             expected, got = single.alone(request), done[request.request_id]
             assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
+
+
+def test_synthetic_drafts_are_emitted_on_a_device(folder: Path) -> None:
+    """All of them stand: the row says its own last ids again, and goes on behind them."""
+    drafts = {"method": "arbitrary", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, top_k=20, max_tokens=9, ignore_eos=True),
+    ):
+        with served(folder / "llama", depth=1, speculative={**drafts, "synthetic_acceptance_length": 4}) as drafting:
+            for i, prompt in enumerate(prompts):
+                drafting.add(request_of(drafting, f"r{i}", prompt, params))
+            drafting.drain()
+            for i, prompt in enumerate(prompts):
+                said = drafting.done[f"r{i}"].outputs[0].token_ids
+                for place in (1, 5):
+                    known = (prompt + said[:place])[::-1][:3]
+                    assert said[place : place + 3] == [known[n % len(known)] for n in range(3)]
+            stats = drafting.core.stats()
+            assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 3 * 6
+            drafting.check_empty()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rejection_sample_method": "typical", "posterior_threshold": 1e-6, "posterior_alpha": 1e-6},
+        {"rejection_sample_method": "threshold", "accept_threshold_acc": 1e-6},
+    ],
+    ids=lambda rule: rule["rejection_sample_method"],
+)
+def test_lossy_rules_judge_by_what_a_device_sampled_from(folder: Path, rule: dict[str, Any]) -> None:
+    """With thresholds that low whatever the target may say stands; what top-k excludes does not."""
+    drafts = {"method": "arbitrary", "num_speculative_tokens": 3, **rule}
+    asked = {
+        "all": SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True),
+        "one": SamplingParams(temperature=1.0, top_k=1, seed=4, max_tokens=9, ignore_eos=True),
+    }
+    with served(folder / "llama", depth=1, speculative=drafts) as drafting:
+        requests = {name: request_of(drafting, name, [5, 6, 7, 8], params) for name, params in asked.items()}
+        for request in requests.values():
+            drafting.add(request)
+        drafting.drain()
+        done = drafting.done
+        assert done["all"].accepted_prediction_tokens == 6
+        assert done["all"].rejected_prediction_tokens == 0
+        assert done["one"].rejected_prediction_tokens > 0
+    with served(folder / "llama", depth=1, graphs=False) as single:
+        assert told(done["one"]) == told(single.alone(requests["one"]))
 
 
 def test_a_poisoned_slot_fails_its_row_alone(folder: Path) -> None:
@@ -424,3 +490,126 @@ def test_a_failed_row_leaves_no_poison_in_the_prefix_cache(folder: Path) -> None
         engine.drain()
         again = engine.done["again"]
         assert again.error is None, f"{again.error}; {again.num_cached_tokens} tokens came from the prefix cache"
+
+
+# ---- tiers below the device ------------------------------------------------------------------------------------------
+
+
+class Tiers(NamedTuple):
+    """A world of tiers below the fake device: how large, and what goes wrong."""
+
+    num_slots: int = 64
+    disk: bool = False
+    slab_bytes: int = 1 << 20
+    """The smaller, the later slots are pinned."""
+    error_at: int | None = None
+    """The slab that cannot be pinned."""
+    fail_every: int = 0
+    """Of the copies that are launched."""
+
+
+TIERS = {
+    "host": Tiers(),
+    "host and disk": Tiers(num_slots=10, disk=True),
+    "not pinned": Tiers(error_at=0),
+    "partly pinned": Tiers(slab_bytes=1 << 14, error_at=4),
+    "copies fail": Tiers(num_slots=6, disk=True, fail_every=29),
+}
+
+
+class Below(NamedTuple):
+    """What serves a world's tiers."""
+
+    mover: TierMover
+    plan: TierPlan
+    lanes: FakeLanes
+
+
+def below_of(folder: Path, world: Tiers, seed: int, disk: Path) -> Below:
+    """For the model of this folder."""
+    with cuda_kernels.using(cuda_kernels):
+        config = RunnerConfig(model_path=str(folder), max_num_tokens=MAX_TOKENS, max_model_len=MAX_LEN, **FAKE_DEVICE)
+        groups = ModelRunner.load(config, platform=FakeDevice()).report().groups
+    lanes = FakeLanes(random.Random(seed), max_copies=1)
+    buffer = HostBuffer([group.bytes_per_block for group in groups], [world.num_slots] * len(groups))
+    store = DiskStore(disk, fingerprint=b"f" * 16, capacity_bytes=64 << 20) if world.disk else None
+    make = fake_cuda_mover(lanes, fail_every=world.fail_every, error_at=world.error_at, slab_bytes=world.slab_bytes)
+    plan = TierPlan(host_slots=(world.num_slots,) * len(groups), has_disk=world.disk)
+    return Below(TierMover(buffer, store=store, make_device=make), plan, lanes)
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [("llama", name) for name in TIERS] + [("gemma3_text", "host"), ("gemma3_text", "host and disk")],
+)
+def test_tiers_change_no_answer(
+    folder: Path, tmp_path: Path, family: str, world: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traffic with aborts and preemptions over tiers whose copies happen late: every sequence gets what it gets alone,
+    on the device without tiers. A block that is read before its copy is NaN, and one that is handed out while a copy
+    reads it is an error of the fake."""
+    monkeypatch.setattr(cuda_mover, "LOAD_CALL_BYTES", 1)  # each layer by itself
+    rng = random.Random(f"tiers {family} {world}")
+    below = below_of(folder / family, TIERS[world], 5, tmp_path / "kv")
+    with served(folder / family, num_blocks=TIGHT, mover=below.mover, tiers=below.plan) as engine:
+        requests = draw_requests(engine, rng, 30 if family == "llama" else 16)
+        waiting, aborted = list(requests), set()
+        while waiting or engine.core.has_work:
+            while waiting and rng.random() < 0.6:
+                engine.add(waiting.pop(0))
+            if engine.open and rng.random() < 0.02:
+                name = rng.choice(sorted(engine.open))
+                engine.abort(name)
+                aborted.add(name)
+            engine.step()
+        assert set(engine.done) == {r.request_id for r in requests} - aborted
+        stats = engine.core.stats()
+        if family == "llama":
+            assert stats.preemptions > 0
+        host = stats.tiers["host"]
+        assert host.hit_tokens > 0
+        assert (host.failures != {}) == bool(TIERS[world].fail_every)
+        moved = below.mover.stats()["host"]
+        assert moved["bytes_in"] > 0
+        assert (moved["bytes_staged"] > 0) == (TIERS[world].error_at is not None)
+        if TIERS[world].error_at is None:
+            assert below.lanes.num_held > 0, "no step had to hold"
+        engine.check_empty()
+    with served(folder / family, depth=1, graphs=False) as single:
+        for request in requests:
+            if request.request_id in engine.done:
+                expected, got = single.alone(request), engine.done[request.request_id]
+                assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
+
+
+def test_rows_that_decode_do_not_wait_for_the_copies_of_others(folder: Path, tmp_path: Path) -> None:
+    """Nothing is copied until somebody holds for it. One sequence decodes; another enters behind a prefix in the host:
+    the first one's steps go on, and the other one begins when its copies have ended."""
+    below = below_of(folder / "llama", TIERS["host"], 5, tmp_path / "kv")
+    prompt, greedy = list(range(20, 70)), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    with served(folder / "llama", num_blocks=TIGHT, mover=below.mover, tiers=below.plan) as engine:
+        engine.add(request_of(engine, "first", prompt, greedy))
+        engine.drain()
+        for start in range(3):  # takes the device's blocks
+            engine.add(request_of(engine, f"other{start}", list(range(100 + start, 180 + start)), one))
+            engine.drain()
+        engine.add(request_of(engine, "decodes", [5, 6, 7], greedy))
+        for _ in range(4):
+            engine.step()
+        below.lanes.max_copies = 0
+        engine.add(request_of(engine, "enters", prompt, greedy))
+        held = below.lanes.num_held
+        before = len(engine.open["decodes"].outputs[0].token_ids)
+        for _ in range(6):
+            engine.step()
+        assert len(engine.open["decodes"].outputs[0].token_ids) >= before + 5
+        assert engine.open["enters"].outputs[0].token_ids == []
+        assert len(engine.core._scheduler.books.prefilling) == 1, "it has no row yet"
+        assert below.lanes.num_held == held
+        below.lanes.max_copies = 3
+        engine.drain()
+        assert engine.done["enters"].outputs[0].token_ids == engine.done["first"].outputs[0].token_ids
+        assert engine.done["enters"].num_cached_tokens == 48
+        assert below.lanes.num_held == held, "its copies ended while others decoded"
+        engine.check_empty()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -60,6 +61,10 @@ class World:
     faults: Faults = field(default_factory=Faults)
     patience_s: float = 0.0
     draft_costs: tuple[tuple[int, float], ...] | None = None
+
+    @property
+    def holds_restores(self) -> bool:
+        return self.max_model_len % 2 == 1
 
     @staticmethod
     def draw(rng: random.Random, scale: int) -> World:
@@ -212,12 +217,23 @@ class CheckedExecutor(InProcess):
             assert all(0 <= v < q for v, q in zip(work.verify_lens, work.query_lens))
             assert max(work.propose_lens) <= self.world.max_num_drafts
             self.check_cost(work)
+            self.check_controls(work)
         books = self.core._scheduler.books
         for sequence in (*books.prefilling, *books.decoding):
             assert sequence.reach < max(sequence.max_len, sequence.prompt_len + 1), "computed beyond the end"
         self.decoded = {s.id for s in books.decoding}
         self.clock.advance(0.125)
         super().submit(step)
+
+    def check_controls(self, work: Work) -> None:
+        """No row makes or verifies more drafts than its request wants."""
+        books = self.core._scheduler.books
+        sequences = {s.row: s for s in (*books.prefilling, *books.decoding)}
+        for row, verify_len, propose_len in zip(work.rows, work.verify_lens, work.propose_lens):
+            params = sequences[row].siblings.request.params
+            asked = params.num_speculative_tokens
+            most = self.world.max_num_drafts if asked is None else asked
+            assert max(verify_len, propose_len) <= (0 if params.disable_spec_decode else most)
 
     def check_cost(self, work: Work) -> None:
         """Beyond the least of prompt tokens, a step takes no longer than a full one from an empty context on."""
@@ -245,9 +261,13 @@ class Simulation:
             max_num_rows=world.max_num_seqs,
             max_num_drafts=world.max_num_drafts,
             lookahead=world.lookahead,
+            num_methods=2,
         )
         self.clock = FakeClock()
+        self.controls = random.Random(seed + 1)  # of its own, so that no other draw changes
         self.mover = FakeMover(lambda: self.runner._memory, random.Random(seed), world.faults)
+        if world.tiers is not None and not world.threaded:
+            self.runner.mover, self.mover.late = self.mover, True
         self.executor = CheckedExecutor(
             self.runner,
             depth=world.depth,
@@ -268,7 +288,9 @@ class Simulation:
                 prefix_caching=world.prefix_caching,
                 token_cost=world.token_cost,
                 draft_costs=world.draft_costs,
+                draft_methods=("one", "other"),
                 tiers=world.tiers,
+                holds_restores=world.holds_restores,
                 patience=lambda _: world.patience_s,
             ),
             clock=self.clock.now,
@@ -277,6 +299,7 @@ class Simulation:
         self.executor.core = self.core
         self.texts = [[self.rng.randrange(3, 24) for _ in range(world.max_model_len)] for _ in range(2)]
         self.requests: dict[str, Request] = {}
+        self.told_accepted = self.told_rejected = 0
         self.expected: dict[tuple[str, int], Expected] = {}
 
     def run(self) -> None:
@@ -294,6 +317,11 @@ class Simulation:
             batch = core.run_once()
             for delta in batch.deltas if batch is not None else []:
                 request = self.requests[delta.request_id]
+                self.told_accepted += delta.accepted_drafts
+                self.told_rejected += delta.rejected_drafts
+                if delta.accepted_drafts or delta.rejected_drafts:
+                    assert delta.accepted_drafts <= len(delta.token_ids)
+                    assert not request.params.disable_spec_decode
                 self.expected[delta.request_id, delta.index].take(delta, len(request.prompt_ids))
                 if request.cache_salt not in (None, "a") and request.params.n == 1:
                     assert delta.cached_len == 0, "a hit across salts"
@@ -306,6 +334,11 @@ class Simulation:
         core.check()
         stats = core.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+        assert sum(stats.spec_method_draft_tokens.values()) == stats.spec_draft_tokens
+        assert sum(stats.spec_method_accepted_tokens.values()) == stats.spec_accepted_tokens
+        assert sum(stats.spec_off.values()) == (stats.spec_lens or [0])[0]
+        assert self.told_accepted <= stats.spec_accepted_tokens
+        assert self.told_rejected <= stats.spec_draft_tokens - stats.spec_accepted_tokens
         assert not core._manager.busy
         core.close()
         assert self.mover.closed == (world.tiers is not None)
@@ -348,6 +381,7 @@ class Simulation:
                 allowed_token_ids=rng.choice((None, None, None, [EOS, 4, 5, 6])),
                 logprobs=rng.choice((None, None, 0, 3)),
                 prompt_logprobs=rng.choice((None, None, None, 2)),
+                **self.draft_controls(),
             ),
             max_tokens=max_tokens,
             eos_ids=rng.choice(([], [EOS])),
@@ -359,6 +393,16 @@ class Simulation:
         for index in range(n):
             self.expected[request.request_id, index] = self.alone(request, index)
         self.core.add(request)
+
+    def draft_controls(self) -> dict[str, Any]:
+        """What the request says about drafts."""
+        rng = self.controls
+        if rng.random() < 0.2:
+            return {"disable_spec_decode": True}
+        return {
+            "num_speculative_tokens": rng.choice((None, None, 0, 1, 2, 50)),
+            "spec_method": rng.choice((None, None, "one", "other")),
+        }
 
     def alone(self, request: Request, index: int) -> Expected:
         """What a sequence gets when nobody else is there."""

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from lamella.engine.client import EngineClient
+from lamella.engine.client import EngineClient, merge
 from lamella.engine.errors import EngineDeadError, EngineError, OverloadedError, RequestError, StartError
 from lamella.engine.metrics.counters import ServerCounters
 from lamella.engine.request import Delta, Request, SamplingParams
@@ -452,3 +452,10 @@ def test_a_client_that_stood_still_does_not_blame_its_core() -> None:
         assert client.dead is None
 
     run(scenario, step_timeout_s=0.2)
+
+
+def test_merged_deltas_tell_of_the_drafts_of_both() -> None:
+    first = Delta("r", 0, [1, 2], accepted_drafts=1, rejected_drafts=2, draft_rule="typical")
+    merge(first, Delta("r", 0, [3], accepted_drafts=0, rejected_drafts=3))
+    assert (first.token_ids, first.accepted_drafts, first.rejected_drafts) == ([1, 2, 3], 1, 5)
+    assert first.draft_rule == "typical"

@@ -64,3 +64,10 @@ def test_usage_adds_up() -> None:
     assert Usage(1, 2, 3).plus(Usage(10, 20, 30)) == Usage(11, 22, 33)
     with pytest.raises(AttributeError):
         Usage().total = 1  # type: ignore[attr-defined]
+
+
+def test_drafts_behind_a_stop_string_do_not_count() -> None:
+    run = generation(stop=["b"])
+    run.push(Delta("r", 0, list(b"aaa"), accepted_drafts=2, rejected_drafts=1), 1.0)
+    run.push(Delta("r", 0, list(b"abcd"), accepted_drafts=3), 2.0)
+    assert run.usage == Usage(6, 5, 0, accepted_drafts=4, rejected_drafts=1)

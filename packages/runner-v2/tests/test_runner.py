@@ -88,6 +88,20 @@ class TestDrafts:
         for row, ids in enumerate(expected):
             assert hand.ids[row][: len(ids)][:14] == ids[:14]
 
+    def test_drafts_that_were_held_do_not_outlast_a_step_without_any(self, model: TinyModel) -> None:
+        """Steps by turns with drafts, all wrong, and without: behind a row's last id lies what it holds, else -1."""
+        speculator = ScriptedSpeculator(lambda row, ids, length: [250] * 3 if len(ids) % 2 else [], max_drafts=3)
+        runner, hand = start(model, max_num_drafts=3, speculator=speculator)
+        rows = [hand.add(prompt, GREEDY) for prompt in PROMPTS]
+        hand.step({row: len(hand.ids[row]) for row in rows}, propose=3)
+        for _ in range(6):
+            for row in rows:
+                last = len(hand.ids[row])
+                held = [250] * 3 if last % 2 else [-1] * 3
+                assert runner._state.all_token_ids[row, last : last + 3].tolist() == held
+            hand.num_drafts = dict.fromkeys(rows, 0)
+            hand.step(dict.fromkeys(rows, 1), propose=3)
+
     def test_what_the_speculator_sees(self, model: TinyModel) -> None:
         speculator = ScriptedSpeculator(lambda row, ids, length: [], max_drafts=2)
         _, hand = start(model, max_num_drafts=2, speculator=speculator)
@@ -272,7 +286,8 @@ class TestMover:
                 assert sorted(i for group in layers for i in group) == [0, 1, 2]
                 assert all(len(tensors) == 2 for tensors in caches)
 
-            def before_step(self, step_id: int) -> None:
+            def before_step(self, step_id: int, waits: bool) -> None:
+                assert not waits
                 calls.append(("before", step_id))
 
             def wait_layer(self, layer_idx: int) -> None:

@@ -22,6 +22,8 @@ CONFIG = SuffixConfig(num_speculative_tokens=8, max_cached_tokens=50_000_000)
 PROPOSE_TARGET_US = 20.0
 NODE_BYTES = 48
 """A node and its places in the table, on average."""
+OUTPUT_NODE_BYTES = 52
+"""The same where nodes leave, with the number of its lives."""
 REFERENCE_SHARE = 50
 """The reference gets one id of so many."""
 
@@ -66,7 +68,7 @@ class Measured:
             drafter.forget([0])
             kept_s += time.perf_counter() - start
         self.keep_ns = kept_s / (num_outputs * output_len) * 1e9
-        self.output_bytes = index.num_nodes * NODE_BYTES / max(1, index.num_cached_tokens)
+        self.output_bytes = index.num_nodes * OUTPUT_NODE_BYTES / max(1, index.num_cached_tokens)
 
         rows = [text(500, rng, phrases) for _ in range(ROWS)]
         future = [text(60, rng, phrases) for _ in range(ROWS)]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lamella.specdec import ConfigError, NgramConfig, SuffixConfig, parse_speculative_config
+from lamella.specdec import ArbitraryConfig, ConfigError, NgramConfig, SuffixConfig, parse_speculative_config
 from lamella.specdec.config import OTHER_KEYS, OTHER_METHODS
 
 
@@ -36,6 +36,15 @@ def test_the_method_may_stand_in_the_models_place(model):
 def test_match_chooses_the_occurrence():
     config = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3, "match": "earliest"})
     assert config.match == "earliest"
+
+
+def test_arbitrary_drafts_have_nothing_but_their_number():
+    config = parse_speculative_config({"method": "arbitrary", "num_speculative_tokens": 7})
+    assert config == ArbitraryConfig(7)
+    with pytest.raises(ConfigError, match="num_speculative_tokens is missing"):
+        parse_speculative_config({"method": "arbitrary"})
+    with pytest.raises(ConfigError, match="'prompt_lookup_max' is not supported with method \"arbitrary\""):
+        parse_speculative_config({"method": "arbitrary", "num_speculative_tokens": 7, "prompt_lookup_max": 2})
 
 
 def test_reads_vllms_words_for_suffix_decoding():

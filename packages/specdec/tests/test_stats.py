@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamella.specdec import AcceptanceStats
+from lamella.specdec import AcceptanceStats, LengthStats
 
 
 def test_counts_steps_tokens_and_positions():
@@ -48,3 +48,16 @@ def test_an_interval_without_drafts_has_a_line():
     stats = AcceptanceStats()
     stats.observe([2], [2])
     assert "Per-position acceptance rate: 0.000, 0.000, " in stats.since(stats.copy()).log_line(1.0)
+
+
+def test_lengths_and_reasons_are_counted():
+    stats = LengthStats()
+    stats.observe(2, 5)
+    stats.observe(0, 3)
+    stats.observe_off("not_paying")
+    stats.observe(0, 0)
+    stats.observe_off("nothing_found")
+    stats.observe_off("nothing_found")
+    assert stats.lens == [2, 0, 1]
+    assert stats.off == {"not_paying": 1, "nothing_found": 2}
+    assert stats.num_unverified == 6

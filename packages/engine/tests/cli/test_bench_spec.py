@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lamella.engine.cli.bench_spec import METHODS, WORKLOAD, read_workload
+from lamella.engine.cli.bench_spec import METHODS, WORKLOAD, read_workload, with_drafts
 from lamella.engine.cli.main import main
-from lamella.specdec import parse_speculative_config
+from lamella.specdec import parse_speculation
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--max-model-len", "256")
 
@@ -61,8 +61,23 @@ def test_the_workload_that_comes_along() -> None:
     items = read_workload(WORKLOAD)
     assert {item.group for item in items} == {"repeats", "plain"}
     assert all(item.name for item in items)
-    for method in METHODS.values():
-        parse_speculative_config({**method, "num_speculative_tokens": 16})
+    for name, method in METHODS.items():
+        parsed = parse_speculation(with_drafts(method, 16))
+        assert parsed.num_speculative_tokens == 16
+        assert parsed.methods == {"both": ("suffix", "ngram")}.get(name, (name,))
+
+
+def test_synthetic_acceptance(tiny: str, workload: Path, tmp_path: Path) -> None:
+    words = ("--workload", str(workload), "--methods", "arbitrary,both", "--rounds", "1", "--output-len", "61")
+    words += ("--num-speculative-tokens", "3", "--synthetic-acceptance-length", "4", "--json", str(tmp_path / "s.json"))
+    fixed = {"method": "ngram", "num_speculative_tokens": 2, "enable_adaptive_verification": False}
+    assert main(["bench", "spec", tiny, *words, "--config", f"true={json.dumps(fixed)}", *SMALL]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "s.json").read_text())["rows"]}
+    assert rows["drafts accepted, other, arbitrary (synthetic)"]["value"] == pytest.approx(100.0)
+    assert rows["acceptance length, other, arbitrary (synthetic)"]["value"] > 1.0
+    assert not any(name.startswith("answers that differ") and "synthetic" in name for name in rows)
+    assert rows["answers that differ, other, true"]["value"] == 0
+    assert rows["drafting, loops, true"]["value"] > 0
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,9 @@ def test_workloads_that_cannot_be_used(
     ("words", "said"),
     [
         (["--workload", "/nowhere.jsonl"], "cannot read the workload /nowhere.jsonl"),
-        (["--methods", "ngram,eagle"], "--methods knows ngram, suffix; got 'eagle'"),
+        (["--methods", "ngram,eagle"], "--methods knows ngram, suffix, both, arbitrary; got 'eagle'"),
         (["--methods", "none"], "nothing to compare"),
+        (["--synthetic-acceptance-rates", "1,x"], "--synthetic-acceptance-rates takes numbers between commas"),
         (["--config", "none={}"], "--config takes NAME=JSON with a name of its own"),
         (["--config", "ngram={}"], "--config takes NAME=JSON with a name of its own"),
         (["--config", "x={"], "--config x: not valid JSON"),

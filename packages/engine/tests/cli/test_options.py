@@ -69,6 +69,7 @@ OWN = {
     },
     "bench_spec": {
         "workload", "methods", "config", "num_speculative_tokens", "output_len", "rounds", "apart", "target",
+        "synthetic_acceptance_rates", "synthetic_acceptance_length",
     },
 }  # fmt: skip
 """Those that belong to one command; a model's seed and a request's share a flag."""

@@ -75,7 +75,7 @@ def test_drafts_widen_the_workspace(tmp_path: Path) -> None:
     drafting = {row[""]: row for row in table(wide, "memory")}["workspace of a step"]
     assert drafting["what"] == "estimate for 64 tokens and 10 logits rows"
     assert drafting["bytes"] > plain["bytes"]
-    assert wide.report["speculation"] == {"most drafts": 4}
+    assert wide.report["speculation"] == {"most drafts": 4, "methods": "ngram", "rule": "standard", "output": "exact"}
 
 
 def test_the_report_is_plain_data_and_reads_as_text(info: CoreInfo) -> None:

@@ -196,13 +196,35 @@ def test_given_token_budget_needs_no_measurement() -> None:
 
 def test_speculation_bounds_are_checked() -> None:
     assert resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).runner.max_num_drafts == 3
-    assert resolved(speculative_config={"method": "suffix"}).adaptive_drafts
-    assert not resolved(speculative_config={"method": "suffix", "enable_adaptive_verification": False}).adaptive_drafts
-    assert not resolved().adaptive_drafts
+    adaptive = resolved(speculative_config={"method": "suffix"}).speculation
+    assert adaptive is not None
+    assert adaptive.adaptive
+    fixed = resolved(speculative_config={"method": "suffix", "enable_adaptive_verification": False}).speculation
+    assert fixed is not None
+    assert not fixed.adaptive
+    assert resolved().speculation is None
     with pytest.raises(StartError, match="num_speculative_tokens"):
         resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 0})
     with pytest.raises(StartError, match="unknown key 'surprise'"):
         resolved(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "surprise": 1})
+
+
+def test_rules_and_several_drafters_are_told() -> None:
+    config = {
+        "method": "suffix",
+        "num_speculative_tokens": 6,
+        "fallback": {"method": "ngram", "num_speculative_tokens": 9},
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    result = resolved(speculative_config=config)
+    told = {name: (value, reason) for name, value, reason in result.decisions}
+    assert result.runner.max_num_drafts == 9
+    assert told["speculation"][0] == "suffix, else ngram"
+    assert told["rejection_sample_method"][0] == "synthetic"
+    assert "garbage on purpose" in told["rejection_sample_method"][1]
+    with pytest.raises(StartError, match="synthetic_acceptance_length must be in"):
+        resolved(speculative_config={**config, "synthetic_acceptance_length": 11})
 
 
 def test_greedy_generation_config_means_temperature_zero() -> None:

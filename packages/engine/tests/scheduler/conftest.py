@@ -32,10 +32,16 @@ class Rig:
         max_num_batched_tokens: int = 64,
         max_num_drafts: int = 0,
         lookahead: int = 0,
+        draft_methods: tuple[str, ...] = (),
         **config: Any,
     ) -> None:
         self.runner = FakeRunner(
-            model, block_size=block_size, max_num_rows=max_num_seqs, max_num_drafts=max_num_drafts, lookahead=lookahead
+            model,
+            block_size=block_size,
+            max_num_rows=max_num_seqs,
+            max_num_drafts=max_num_drafts,
+            lookahead=lookahead,
+            num_methods=max(1, len(draft_methods)),
         )
         report = self.runner.open()
         counts = (num_blocks,) * len(report.groups) if isinstance(num_blocks, int) else num_blocks
@@ -51,6 +57,7 @@ class Rig:
                 max_chunk_len=self.manager.max_chunk_len(max_model_len),
                 max_num_drafts=max_num_drafts,
                 lookahead=lookahead,
+                draft_methods=draft_methods,
                 **config,
             ),
             self.manager,

@@ -50,11 +50,13 @@ void SuffixRows::keep_output(const SuffixRow& row) {
 void SuffixRows::follow_finished(SuffixRow& row) const {
   const std::size_t end = row.size();
   const std::size_t longest = static_cast<std::size_t>(rule_.max_tree_depth - 1);
-  if (row.cursors_epoch != epoch_ || end - row.cursors_len >= longest) {
+  if (end - row.cursors_len >= longest) {
     row.cursors.clear();
-    row.cursors_epoch = epoch_;
     row.cursors_len = end - std::min(end, longest);
+  } else if (row.cursors_epoch != epoch_) {
+    finished_.refresh(row.cursors, row.tree.ids() + row.cursors_len, std::min(row.cursors_len, longest));
   }
+  row.cursors_epoch = epoch_;
   for (; row.cursors_len < end; ++row.cursors_len) finished_.advance(row.cursors, row.tree.id_at(row.cursors_len));
 }
 
@@ -79,7 +81,7 @@ int SuffixRows::propose(SuffixRow& row, int max_len, std::int32_t* out) {
     std::copy(drafts, drafts + len, out);
   };
   const std::vector<std::uint32_t>& own = row.tree.matches();
-  for (std::size_t n = 1; n <= own.size(); ++n) consider(row.tree, SuffixTree::Cursor{own[n - 1], 0}, n, true);
+  for (std::size_t n = 1; n <= own.size(); ++n) consider(row.tree, SuffixTree::Cursor{own[n - 1], 0, 0}, n, true);
   if (num_requests_ == 0) return best_len;
   follow_finished(row);
   // the row's own text wins a tie with others', the longer of two matches a tie within one tree

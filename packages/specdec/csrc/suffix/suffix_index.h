@@ -70,7 +70,7 @@ class SuffixRows {
   SuffixTree finished_;
   std::size_t num_requests_ = 0;
   std::size_t num_tokens_ = 0;
-  std::uint64_t epoch_ = 1;  // raised whenever finished_ changes: cursors of before are void
+  std::uint64_t epoch_ = 1;  // raised whenever finished_ changes: cursors of before are to be refreshed
 };
 
 }  // namespace lamella::specdec

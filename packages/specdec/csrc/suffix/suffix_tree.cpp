@@ -99,13 +99,37 @@ void SuffixTree::drop_windows_at(std::size_t from) {
 
 void SuffixTree::advance(std::vector<Cursor>& cursors, std::int32_t id) const {
   const std::size_t longest = static_cast<std::size_t>(max_depth_ - 1);
-  if (cursors.size() < longest) cursors.push_back(Cursor{0, 0});
+  if (cursors.size() < longest) cursors.push_back(Cursor{0, 0, 0});
   // the window of length n + 1 is the one of length n and the id
   for (std::size_t n = cursors.size(); n-- > 1;) cursors[n] = cursors[n - 1];
-  cursors[0] = Cursor{0, 0};
+  cursors[0] = Cursor{0, 0, 0};
   std::size_t num_known = 0;
   while (num_known < cursors.size() && step(cursors[num_known], id)) ++num_known;
   cursors.resize(num_known);
+}
+
+void SuffixTree::refresh(std::vector<Cursor>& cursors, const std::int32_t* end, std::size_t max_len) const {
+  std::size_t num_known = 0;
+  while (num_known < cursors.size() && stands(cursors[num_known], end)) ++num_known;
+  cursors.resize(num_known);
+  // where a window does not occur, no longer one does
+  for (std::size_t len = num_known + 1; len <= max_len; ++len) {
+    Cursor cursor{0, 0, 0};
+    for (const std::int32_t* id = end - len; id != end; ++id) {
+      if (!step(cursor, *id)) return;
+    }
+    cursors.push_back(cursor);
+  }
+}
+
+bool SuffixTree::stands(Cursor& cursor, const std::int32_t* end) const {
+  if (life_of(cursor.node) != cursor.life) return false;
+  // the one text behind the node may be another by now, and may have got nodes
+  const std::int32_t* id = end - cursor.ahead;
+  for (cursor.ahead = 0; id != end; ++id) {
+    if (!step(cursor, *id)) return false;
+  }
+  return true;
 }
 
 double SuffixTree::follow(Cursor from, int depth, int max_len, double min_prob, std::int32_t* out, int* len) const {
@@ -142,6 +166,7 @@ bool SuffixTree::step(Cursor& cursor, std::int32_t id) const {
   const std::uint32_t child = find(cursor.node, id);
   if (child == 0) return false;
   cursor.node = child;
+  cursor.life = life_of(child);
   return true;
 }
 
@@ -184,6 +209,8 @@ void SuffixTree::remove(std::uint32_t node) {
   if (above.best == node) choose_best(gone.parent);
   gone.next = free_;
   free_ = node;
+  if (lives_.size() <= node) lives_.resize(nodes_.size(), 0);
+  ++lives_[node];
   ++num_free_;
 }
 

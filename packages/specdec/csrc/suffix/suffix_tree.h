@@ -21,10 +21,11 @@ constexpr int kMaxTreeDepth = 128;
 // Positions count all ids ever appended, separators included: they never repeat.
 class SuffixTree {
  public:
-  // A place in the tree: a node, or `ahead` ids into the text behind a node that occurred once.
+  // A place in the tree: a node in one of its lives, or `ahead` ids into the text behind a node that occurred once.
   struct Cursor {
     std::uint32_t node;
     std::uint32_t ahead;
+    std::uint32_t life;
   };
 
   explicit SuffixTree(int max_depth);
@@ -35,6 +36,7 @@ class SuffixTree {
   std::size_t num_nodes() const { return nodes_.size() - num_free_ - 1; }
   // The id `i` of those held, counted from the oldest.
   std::int32_t id_at(std::size_t i) const { return text_[front_ + i]; }
+  const std::int32_t* ids() const { return text_.data() + front_; }
 
   // Appends to the open sequence.
   void append(std::int32_t id);
@@ -48,6 +50,9 @@ class SuffixTree {
   // Moves every cursor on by one id, where cursors[n - 1] stands behind a window of length n, all lengths up to the
   // longest that occurs: a new one of length 1 comes, those that do not go on end.
   void advance(std::vector<Cursor>& cursors, std::int32_t id) const;
+  // The same cursors after sequences have come and gone, behind the windows that end before `end`: those whose window is
+  // gone end, and longer ones come, up to max_len, where their windows came.
+  void refresh(std::vector<Cursor>& cursors, const std::int32_t* end, std::size_t max_len) const;
 
   // Follows the most frequent id (of equals the one seen last) from a place at depth `depth` for at most max_len ids, as
   // long as the product of the frequencies is at least min_prob. Writes the ids to out and returns the sum of the
@@ -68,7 +73,10 @@ class SuffixTree {
   };
 
   bool once(const Node& node) const { return node.count == 1 && node.followed == 0; }
+  std::uint32_t life_of(std::uint32_t node) const { return node < lives_.size() ? lives_[node] : 0; }
   bool step(Cursor& cursor, std::int32_t id) const;
+  // Whether the window that ends before `end` still occurs.
+  bool stands(Cursor& cursor, const std::int32_t* end) const;
   // The id at a position, or a separator where the text ends.
   std::int32_t at(std::uint64_t position) const;
 
@@ -88,6 +96,7 @@ class SuffixTree {
   std::vector<Node> nodes_;  // 0 is the root
   std::uint32_t free_ = 0;
   std::size_t num_free_ = 0;
+  std::vector<std::uint32_t> lives_;  // how often each node was removed, as far as any was
   std::vector<std::uint32_t> slots_;  // open-addressed from (parent, id) to the child; size is a power of two
   std::vector<std::int32_t> text_;    // [front_, size) are held
   std::size_t front_ = 0;

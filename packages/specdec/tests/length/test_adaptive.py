@@ -133,3 +133,23 @@ def test_texts_without_repeats_lose_nothing_and_copies_gain(make):
         copies.append(prompt + prompt[10:90] + [rng.randrange(500) for _ in range(5)] + prompt[20:80])
     assert speed_up(make(), copies, 100, 1) >= 1.8
     assert speed_up(make(), [*noise, *copies, *noise], 100, 1) >= 1.1
+
+
+def test_each_drafter_is_trusted_by_its_own_record():
+    control = AdaptiveLength([(1, 1.0), (2, 1.3), (32, 10.3)], num_methods=2)
+    for _ in range(200):
+        control.by_method[0].observe(0, [1], [2])
+        control.by_method[1].observe(0, [1], [1])
+    assert control.choose([0, 0], [2, 2], [0, 1])[0] == 0
+    assert control.choose([0, 0], [2, 2], [0, 1])[1] > 0
+    assert control.choose([0, 0], [2, 2]) == [0, 0]
+
+
+def test_a_plain_step_that_is_made_to_measure_says_so():
+    control = AdaptiveLength(FREE)
+    assert control.choose([3], [2]) == [2]
+    assert not control.measures
+    for _ in range(MAX_AGE):
+        control.cost.observe(1, 2, 1.0)
+    assert control.choose([3], [2]) == [0]
+    assert control.measures

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lamella.specdec import InputError, NgramConfig, NgramDrafter, Rows, SuffixConfig, SuffixDrafter
+from lamella.specdec import (
+    ArbitraryConfig,
+    ArbitraryDrafter,
+    CombinedDrafter,
+    InputError,
+    NgramConfig,
+    NgramDrafter,
+    Rows,
+    SuffixConfig,
+    SuffixDrafter,
+)
 from lamella.specdec.drafters.ngram_index import ReferenceNgramIndex
 from lamella.specdec.drafters.suffix import index_arguments
 from lamella.specdec.drafters.suffix_index import ReferenceSuffixIndex
@@ -14,6 +24,8 @@ from lamella.specdec.testing import ScriptedDrafter
 SUFFIX = SuffixConfig(3, max_spec_factor=3.0, max_cached_requests=0)  # what others said would be drafted too
 
 MAKERS = {
+    "arbitrary": lambda: ArbitraryDrafter(ArbitraryConfig(3)),
+    "combined": lambda: CombinedDrafter([SuffixDrafter(SUFFIX), NgramDrafter(NgramConfig(3, 1, 2))]),
     "ngram": lambda: NgramDrafter(NgramConfig(3, 1, 2)),
     "ngram reference": lambda: NgramDrafter(NgramConfig(3, 1, 2), ReferenceNgramIndex(1, 2, False)),
     "suffix": lambda: SuffixDrafter(SUFFIX),

@@ -73,7 +73,7 @@ class AsyncLLM:
         weakref.finalize(self, link.abandon)
         self._client = EngineClient(link)
         info = await self._client.start()
-        intake = Intake(front.tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        intake = Intake.of_engine(front.tokenizer, info)
         return _Loaded(self._client, front.template, intake)
 
     async def close(self) -> None:

@@ -452,6 +452,8 @@ class DeltaStream:
 def merge(into: Delta, later: Delta) -> None:
     """Append a later delta of the same sequence to one that nobody has read yet."""
     into.token_ids.extend(later.token_ids)
+    into.accepted_drafts += later.accepted_drafts
+    into.rejected_drafts += later.rejected_drafts
     if later.logprobs is not None:
         into.logprobs = (into.logprobs or []) + later.logprobs
     if later.prompt_logprobs is not None:

@@ -23,7 +23,7 @@ from lamella.engine.scheduler.config import PolicyName, SchedulerConfig, no_pati
 from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.limits import check_request
 from lamella.engine.scheduler.scheduler import Scheduler
-from lamella.engine.wire import Batch, CoreInfo, Stats, TierFigures, parse_sequence_id
+from lamella.engine.wire import Batch, CoreInfo, SpecInfo, Stats, TierFigures, parse_sequence_id
 from lamella.kvtier import Group, KvTierError, Layout, TierEvent, TierManager, TierPlan
 from lamella.runner_v2.errors import RunnerError
 from lamella.runner_v2.step import KvLayout, RankReport
@@ -50,6 +50,12 @@ class CoreOptions:
     max_num_drafts: int = 0
     draft_costs: Sequence[tuple[int, float]] | None = None
     """(tokens, seconds) of steps: verify as many drafts as pay by it. None: all."""
+    draft_methods: tuple[str, ...] = ()
+    """Names of the drafters, in the order in which the runner numbers them."""
+    draft_rule: str = "standard"
+    """By which drafts are kept."""
+    draft_rule_exact: bool = True
+    """It keeps the target's law."""
     token_cost: TokenCost = FLAT
     """How much longer a token takes in a long context; the scheduler cuts chunks by it."""
     policy: PolicyName = "fcfs"
@@ -60,6 +66,8 @@ class CoreOptions:
     """What lies below the device; None: nothing, and the executor needs no mover."""
     patience: Callable[[int], float] = no_patience
     """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
+    holds_restores: bool = False
+    """Whoever enters beside sequences that decode lets his copies from the host end first."""
     report: dict[str, Any] = field(default_factory=dict)
     """Goes into CoreInfo as it is."""
 
@@ -102,8 +110,12 @@ class EngineCore:
             prefix_caching=options.prefix_caching,
             max_num_drafts=options.max_num_drafts,
             draft_costs=options.draft_costs,
+            draft_methods=options.draft_methods,
+            draft_rule=options.draft_rule,
+            draft_rule_exact=options.draft_rule_exact,
             lookahead=report.lookahead,
             patience=options.patience,
+            holds_restores=options.holds_restores,
         )
         self._scheduler = Scheduler(
             self._config,
@@ -135,6 +147,7 @@ class EngineCore:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             report=options.report,
+            speculation=spec_info(options),
         )
 
     @property
@@ -312,6 +325,19 @@ def tier_figures(manager: TierManager) -> dict[str, TierFigures]:
         tier: TierFigures(**{name: getattr(stats, name) for name in names})
         for tier, stats in manager.tier_stats().items()
     }
+
+
+def spec_info(options: CoreOptions) -> SpecInfo | None:
+    """What clients may know of its speculation; None: it has none."""
+    if not options.max_num_drafts:
+        return None
+    return SpecInfo(
+        list(options.draft_methods),
+        options.max_num_drafts,
+        options.draft_rule,
+        options.draft_rule_exact,
+        options.draft_costs is not None,
+    )
 
 
 def kv_tokens(report: RankReport, layout: KvLayout) -> int:

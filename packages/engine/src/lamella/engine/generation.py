@@ -16,6 +16,9 @@ class Usage(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_drafts: int = 0
+    """Of completion_tokens."""
+    rejected_drafts: int = 0
 
     def plus(self, other: Usage) -> Usage:
         """The sum."""
@@ -58,6 +61,11 @@ class Generation:
         """Of these, what a tier below the device gave."""
         self.restore_s = 0.0
         """Time that it waited for them."""
+        self.accepted_drafts = 0
+        """Of all sequences: drafts that stood, and that were verified and did not."""
+        self.rejected_drafts = 0
+        self.draft_rule = "standard"
+        """The rule by which drafts were kept."""
         self.errors: list[str] = []
         """Why sequences failed, as the core told it."""
         self._prompt_logprobs: list[Logprob | None] | None = None
@@ -72,7 +80,9 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far; the prompt counts once, whatever n is."""
         completion = sum(output.num_tokens for output in self.outputs)
-        return Usage(len(self.request.prompt_ids), completion, self.cached_len)
+        return Usage(
+            len(self.request.prompt_ids), completion, self.cached_len, self.accepted_drafts, self.rejected_drafts
+        )
 
     @property
     def ttft_s(self) -> float | None:
@@ -93,7 +103,12 @@ class Generation:
             times.last_s = now_s
             if times.first_s is None:
                 times.first_s = now_s
+        before = output.num_tokens
         piece = output.push(delta)
+        if delta.accepted_drafts or delta.rejected_drafts:
+            # drafts behind a stop string are no part of the output
+            self.accepted_drafts += min(delta.accepted_drafts, output.num_tokens - before)
+            self.rejected_drafts += delta.rejected_drafts
         if piece.finish_reason is not None:
             times.finished_s = now_s
             self._num_open -= 1
@@ -104,6 +119,8 @@ class Generation:
         self.cached_len = max(self.cached_len, delta.cached_len)
         self.restored_len = max(self.restored_len, delta.restored_len)
         self.restore_s = max(self.restore_s, delta.restore_s)
+        if delta.draft_rule is not None:
+            self.draft_rule = delta.draft_rule
         if delta.queued_s or delta.prefill_s:
             times.queued_s, times.prefill_s = delta.queued_s, delta.prefill_s
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:

@@ -10,8 +10,9 @@ import msgspec
 
 from lamella.engine.errors import RequestError
 from lamella.engine.packed import ids_below
-from lamella.engine.request import Request, SamplingParams, check_unicode
+from lamella.engine.request import Request, SamplingParams, check_spec_method, check_unicode
 from lamella.engine.text.tokenizer import Tokenizer
+from lamella.engine.wire import CoreInfo
 
 
 class Intake:
@@ -23,14 +24,26 @@ class Intake:
         *,
         max_model_len: int,
         vocab_size: int,
+        spec_methods: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocab_size: the model's, which may be wider than the tokenizer's."""
+        """vocab_size: the model's, which may be wider than the tokenizer's. spec_methods: what one may draft by."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.spec_methods = tuple(spec_methods)
         self._clock = clock
         self._numbers = itertools.count(1)
+
+    @classmethod
+    def of_engine(cls, tokenizer: Tokenizer, info: CoreInfo) -> Intake:
+        """For the engine that says this of itself."""
+        return cls(
+            tokenizer,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            spec_methods=info.speculation.methods if info.speculation is not None else (),
+        )
 
     def request(
         self,
@@ -49,9 +62,10 @@ class Intake:
         """A checked request for a text or for token ids. `param` names the prompt in errors. max_tokens_param: the
         field in which the client asked for max_tokens, which must then fit; None: cut to what fits.
 
-        Raises RequestError for an empty prompt, one that the context does not hold, and ids outside the vocabulary.
-        The parameters must have been validated.
+        Raises RequestError for an empty prompt, one that the context does not hold, ids outside the vocabulary, and a
+        spec_method that the engine does not have. The parameters must have been validated.
         """
+        check_spec_method(params.spec_method, self.spec_methods)
         if isinstance(prompt, str):
             prompt_ids = self.tokenizer.encode(prompt, add_special_tokens)
         else:

@@ -64,7 +64,7 @@ class LLM:
         self._template = front.template
         self._core = build_core(CoreConfig(options=options, model_path=front.path, progress=progress), front.say)
         info = self._core.info
-        self._intake = Intake(self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        self._intake = Intake.of_engine(self._tokenizer, info)
 
     @property
     def info(self) -> CoreInfo:

@@ -43,6 +43,12 @@ class RequestOutput:
     """Output speed behind the first token, all sequences together; None below two tokens."""
     error: str | None
     """Why sequences ended with finish_reason "error"."""
+    accepted_prediction_tokens: int = 0
+    """Output tokens that had been drafted, all sequences together."""
+    rejected_prediction_tokens: int = 0
+    """Drafts that were verified and did not stand."""
+    rejection_sample_method: str = "standard"
+    """The rule by which drafts were kept; with another than "standard" the answer is not the model's own."""
 
 
 def request_output(generation: Generation, prompt: str | None) -> RequestOutput:
@@ -70,6 +76,9 @@ def request_output(generation: Generation, prompt: str | None) -> RequestOutput:
         ttft_s=generation.ttft_s or 0.0,
         tokens_per_s=_speed(generation),
         error="; ".join(generation.errors) or None,
+        accepted_prediction_tokens=generation.accepted_drafts,
+        rejected_prediction_tokens=generation.rejected_drafts,
+        rejection_sample_method=generation.draft_rule,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -33,6 +34,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     as the context holds; where it holds fewer than max_tokens, the answer ends there, with finish_reason "length" (over
     HTTP a request that asks for more is refused). logprobs/prompt_logprobs: None = none, k = the k best and the chosen
     token, -1 = all. seed -1 is none, as None is. The model's own defaults apply where no SamplingParams are given.
+
+    Speculation, on an engine that has it: disable_spec_decode, or num_speculative_tokens 0, turns it off for this
+    request; num_speculative_tokens is the largest number of drafts in a step, up to the engine's own; spec_method is
+    the one of its methods to draft by. By the standard rule of keeping drafts none of them changes a token.
     """
 
     n: int = 1
@@ -57,6 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    disable_spec_decode: bool = False
+    num_speculative_tokens: int | None = None
+    spec_method: str | None = None
 
     def typed(self) -> SamplingParams:
         """The same with every field of its type: Python checks none when it makes one. A text given for stop or
@@ -125,6 +133,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is not None:
                 check_logprobs(name, value, max_logprobs)
+        if self.num_speculative_tokens is not None:
+            _within("num_speculative_tokens", self.num_speculative_tokens, 0, 2**31 - 1)
+        for name in ("num_speculative_tokens", "spec_method"):
+            if self.disable_spec_decode and getattr(self, name):
+                raise RequestError(
+                    f"{name} is {getattr(self, name)!r}, but disable_spec_decode turns drafts off: leave one out", name
+                )
+
+
+def check_spec_method(name: str | None, methods: Sequence[str]) -> None:
+    """Raise RequestError for a spec_method that is none of the engine's."""
+    if name is None or name in methods:
+        return
+    if not methods:
+        raise RequestError(
+            f"spec_method is {name!r:.100}, but this engine has no speculation: leave it out, or start the engine with "
+            "--speculative-config (speculative_config in Python)",
+            "spec_method",
+        )
+    raise RequestError(
+        f"spec_method is {name!r:.100}, but this engine drafts by {', '.join(methods)}: name one of them", "spec_method"
+    )
+
+
+def draft_limit(params: SamplingParams, max_drafts: int, *, exact: bool) -> tuple[int, str | None]:
+    """Most drafts of a sequence in a step, and why there are none, if so: "request" (it asks for none) or "logprobs".
+
+    exact: the engine keeps drafts by the standard rule. Under another one a draft may stand that the target did not
+    choose, of which there are no log-probabilities.
+    """
+    if params.disable_spec_decode or params.num_speculative_tokens == 0:
+        return 0, "request"
+    if not exact and params.logprobs is not None:
+        return 0, "logprobs"
+    asked = params.num_speculative_tokens
+    return (max_drafts if asked is None else min(asked, max_drafts)), None
 
 
 def check_logprobs(name: str, value: int, max_logprobs: int) -> None:
@@ -227,3 +271,9 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens among cached_len that came from a tier below the device; with the first delta."""
     restore_s: float = 0.0
     """Seconds that the request waited for them before it was admitted; with the first delta."""
+    accepted_drafts: int = 0
+    """Of token_ids, those that had been drafted."""
+    rejected_drafts: int = 0
+    """Drafts that were verified in this step and did not stand."""
+    draft_rule: str | None = None
+    """The rule by which drafts are kept, where that is not the target's law; with the first delta."""

@@ -93,16 +93,19 @@ class Sequence:
 
     __slots__ = (
         "asked_at",
+        "asked_drafts",
         "cached_len",
         "chain",
         "computed_len",
         "draft_ids",
+        "draft_method",
         "drafts",
         "eos_ids",
         "first_step_s",
         "generation",
         "ghost",
         "held_drafts",
+        "held_method",
         "id",
         "ids",
         "index",
@@ -110,7 +113,9 @@ class Sequence:
         "last_step",
         "load_from_s",
         "load_s",
+        "max_drafts",
         "max_len",
+        "never_drafts",
         "num_logprobs",
         "params",
         "plain",
@@ -167,6 +172,16 @@ class Sequence:
         """Drafts that it really held after the last committed step."""
         self.draft_ids: list[int] = []
         """Their ids, where lengths are adaptive and the runner told them."""
+        self.held_method = 0
+        """Place of the drafter that they came from."""
+        self.asked_drafts = 0
+        """Drafts that its last step was asked to make."""
+        self.max_drafts = 0
+        """Most drafts of it in one step."""
+        self.never_drafts: str | None = None
+        """Why there are none, if the request itself is the reason."""
+        self.draft_method = -1
+        """Place of the one drafter that the request wants; -1: any."""
         self.streak = 0
         """How many of its latest drafts in a row were what the target said, verified or not."""
         self.last_step = NO_STEP
@@ -220,7 +235,7 @@ class Sequence:
         self.generation = generation
         self.computed_len = self.reach = cached_len
         self.room = room
-        self.drafts = self.held_drafts = self.streak = 0
+        self.drafts = self.held_drafts = self.asked_drafts = self.streak = 0
         self.draft_ids = []
 
     def leave(self, state: State) -> None:
@@ -228,7 +243,7 @@ class Sequence:
         self.move_to(state)
         self.row = NO_ROW
         self.computed_len = self.reach = self.room = 0
-        self.drafts = self.held_drafts = self.streak = 0
+        self.drafts = self.held_drafts = self.asked_drafts = self.streak = 0
         self.draft_ids = []
         self.tiers_settled = self.suspect = False
         self.asked_at = -1

@@ -40,6 +40,21 @@ class Call(msgspec.Struct, tag="call", array_like=True, gc=False):
     args: dict[str, Any] = {}
 
 
+class SpecInfo(msgspec.Struct, array_like=True):
+    """How an engine speculates."""
+
+    methods: list[str]
+    """Drafters, in order of preference."""
+    max_drafts: int
+    """Of a row in one step."""
+    rule: str = "standard"
+    """By which drafts are kept (rejection_sample_method)."""
+    exact: bool = True
+    """The rule keeps the target's law."""
+    adaptive: bool = False
+    """Only those drafts are verified that pay."""
+
+
 class CoreInfo(msgspec.Struct, array_like=True):
     """Values that are fixed once the core is ready."""
 
@@ -53,6 +68,7 @@ class CoreInfo(msgspec.Struct, array_like=True):
     max_num_batched_tokens: int
     report: dict[str, Any] = {}
     """What `inspect` shows: resolved options with reasons, op table, groups, memory plan."""
+    speculation: SpecInfo | None = None
 
 
 class TierFigures(msgspec.Struct, array_like=True, gc=False):
@@ -116,6 +132,19 @@ class Stats(msgspec.Struct, array_like=True, gc=False):
     """By the tier's name: host, disk, or an external manager's; empty without tiers."""
     late_loads: int = 0
     """Sequences that went on without what a tier did not bring in time."""
+    spec_lens: list[int] = []
+    """Place n: decoding rows, summed over steps, that verified n drafts."""
+    spec_off: dict[str, int] = {}
+    """Reason -> those that verified none because of it."""
+    spec_unverified_tokens: int = 0
+    """Draft tokens that were made and not verified."""
+    spec_draft_seconds: float = 0.0
+    """Of step_seconds, what drafting took."""
+    spec_verify_seconds: float = 0.0
+    """Of step_seconds, what the steps took that verified drafts, drafting left out."""
+    spec_method_draft_tokens: dict[str, int] = {}
+    """Method -> draft tokens of it that were verified."""
+    spec_method_accepted_tokens: dict[str, int] = {}
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -32,14 +32,14 @@ class ExternalManager(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Copies blocks between a device's cache and pinned host memory by a kernel, on the current stream."""
+    """Copies many pieces of memory between a device and pinned host memory, on the current stream."""
 
-    def copy(self, source: Any, target: Any, pairs: Any) -> None:
-        """target[b] = source[a] for each pair (a, b).
+    name: str
+    """What figures call it."""
 
-        source, target: tensors [num_blocks, num_words], rows contiguous, any stride between them; one on the device,
-        one in pinned host memory. pairs: [num_copies, 2] int64 on the device.
-        """
+    def copy(self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool) -> None:
+        """num_bytes from each source to its target. sources, targets: numpy [n] int64, addresses that the device can
+        reach; no two targets overlap. loads: to the device. RuntimeError or ValueError if it cannot."""
 
 
 # ---- disk ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 end of step n      observe(view), propose(view)      drafts go into the rows' state
 step n + 1         [last, d1 .. dk] computed         verify(ids chosen at each of them) -> accepted count, next id
+
+What verification may ask for besides (the law that the ids were sampled from, uniforms) is made only where it does.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lamella.runner_v2.batch import BatchLayout
+from lamella.runner_v2.batch import BatchLayout, StepBatch
 from lamella.runner_v2.errors import ConfigError, UnsupportedError
 from lamella.runner_v2.protocols import SpecNeeds, Speculator, SpecView
+from lamella.runner_v2.sampling.seeds import SALT_ACCEPT, key_of, uniforms
 from lamella.runner_v2.state import SequenceState
+from lamella.runner_v2.step import NewRow
 
 
 class Held(NamedTuple):
@@ -24,6 +28,8 @@ class Held(NamedTuple):
     lens: list[int]
     ids: list[int] | None
     """Row after row; None: they lie on the device only."""
+    methods: list[int] | None = None
+    """Place of the method that each row's come from; None: there is but one."""
 
 
 class Drafting:
@@ -44,20 +50,45 @@ class Drafting:
         self._state = state
         self._viewed = np.zeros(len(state.generations), dtype=np.int64)
         """Ids of each row that the speculator has seen."""
+        self._holds = np.zeros(len(state.generations), dtype=np.bool_)
+        """Rows behind whose last id something else than -1 may lie."""
+        self._keys = np.zeros(len(state.generations), dtype=np.uint64)
+        """Of each row's noise."""
+        self._methods = np.full(len(state.generations), -1, dtype=np.int64)
+        """Place of the one method that may propose for a row; -1: each."""
+        self._limited = False
+        """Any row ever was."""
 
     @property
     def needs(self) -> SpecNeeds:
         return self._speculator.needs
+
+    def add(self, new: NewRow) -> None:
+        """The row has a new owner."""
+        self._holds[new.row] = False
+        self._keys[new.row] = key_of(new.params.seed)
+        self._methods[new.row] = new.draft_method
+        self._limited = self._limited or new.draft_method >= 0
 
     def forget(self, rows: Sequence[int]) -> None:
         """These device rows lost their owner."""
         self._viewed[list(rows)] = 0
         self._speculator.forget(rows)
 
-    def verify(self, ids: torch.Tensor, drafts: torch.Tensor, layout: BatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [L] chosen at each logits row and drafts [S, k] -> (num_accepted [S] int32, next_ids [S] int32)."""
-        verdict = self._speculator.verify(ids, None, drafts, None, layout.device_sampled_start)
-        return verdict.num_accepted, verdict.next_ids
+    def verify(
+        self,
+        ids: torch.Tensor,  # [L] int32 chosen at each logits row
+        probs: torch.Tensor | None,  # [L, V] that they were sampled by, if the speculator needs it
+        batch: StepBatch,
+        layout: BatchLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(num_accepted [S] int32, next_ids [S] int32, ids [L] with those drafts in place that stand)."""
+        needs, drafts = self._speculator.needs, batch.drafts
+        uniforms = self._uniforms(batch.inputs.positions, layout) if needs.uniforms else None
+        verdict = self._speculator.verify(ids, probs, drafts, uniforms, layout.device_sampled_start)
+        if needs.keeps_other_ids:
+            ids = self._standing(ids, drafts, verdict.num_accepted, layout)
+        return verdict.num_accepted, verdict.next_ids, ids
 
     def draft(
         self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int], skip: bool
@@ -75,23 +106,45 @@ class Drafting:
         if not any(wanted):
             return None
         drafts = self._speculator.propose(view, wanted)
-        sampled = layout.device_sampled
-        self._state.put_drafts(layout.device_rows[sampled], drafts.ids.to(sampled.device)[sampled])
+        if any(drafts.lens) or self._holds[layout.rows].any():
+            rows, made = layout.device_rows, drafts.ids.to(layout.device_rows.device)
+            if len(layout.sampled) < layout.num_rows:
+                rows, made = rows[layout.device_sampled], made[layout.device_sampled]
+            self._state.put_drafts(rows, made)
+            self._holds[layout.rows[layout.sampled]] = [drafts.lens[place] > 0 for place in layout.sampled]
         held = [min(length, limit) for length, limit in zip(drafts.lens, wanted, strict=True)]
         if not any(held):
             return None
+        methods = None if drafts.methods is None else list(drafts.methods)
         if not self.needs.host_ids:
-            return Held(held, None)
+            return Held(held, None, methods)
         ids = [token_id for row, length in zip(drafts.ids.tolist(), held) for token_id in row[:length]]
-        return Held(held, ids)
+        return Held(held, ids, methods)
 
     def _view(self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int]) -> SpecView:
         rows, ids = layout.work.rows, self._state.host_ids
         generations = tuple(self._state.generations[layout.rows].tolist())
+        methods = self._methods[layout.rows].tolist() if self._limited else ()
         if ids is None:
-            return SpecView(rows, generations, (), num_tokens)
+            return SpecView(rows, generations, (), num_tokens, methods)
         self._state.append_host_ids(rows, num_tokens, token_ids)
         lens = np.fromiter((len(ids[row]) for row in rows), np.int64, len(rows))
         new_counts = (lens - self._viewed[layout.rows]).tolist()
         self._viewed[layout.rows] = lens
-        return SpecView(rows, generations, [ids[row] for row in rows], new_counts)
+        return SpecView(rows, generations, [ids[row] for row in rows], new_counts, methods)
+
+    def _uniforms(self, positions: torch.Tensor, layout: BatchLayout) -> torch.Tensor:  # [T] -> [S, k] float64
+        """One for each draft, of the row's seed and the draft's position. Where there is no draft it means nothing."""
+        keys = torch.from_numpy(self._keys[layout.rows[layout.sampled]].view(np.int64)).to(positions.device)
+        return uniforms(keys[:, None], positions.long()[layout.draft_tokens], SALT_ACCEPT)
+
+    @staticmethod
+    def _standing(
+        ids: torch.Tensor, drafts: torch.Tensor, num_accepted: torch.Tensor, layout: BatchLayout
+    ) -> torch.Tensor:  # [L]
+        """At each logits row the draft that stands there, else the id that was chosen."""
+        counts = np.diff(layout.sampled_start)
+        place = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(ids.device)  # [L] index into drafts
+        ahead = torch.from_numpy(np.asarray(layout.draft_idx, np.int64)).to(ids.device)
+        drafted = drafts[place, ahead.clamp(max=drafts.shape[1] - 1)]
+        return torch.where(ahead < num_accepted[place], drafted, ids)

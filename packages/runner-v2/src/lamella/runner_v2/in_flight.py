@@ -58,5 +58,6 @@ def in_order_of_work(output: StepOutput, order: npt.NDArray[Any]) -> StepOutput:
         token_ids=joined(output.token_ids),
         num_drafts=None if output.num_drafts is None else moved(output.num_drafts),
         draft_ids=None if output.draft_ids is None else joined(output.draft_ids, output.num_drafts or ()),
+        draft_methods=None if output.draft_methods is None else moved(output.draft_methods),
         logprobs=None if output.logprobs is None else joined(output.logprobs),
     )

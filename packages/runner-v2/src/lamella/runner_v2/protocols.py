@@ -14,6 +14,8 @@ class Drafts(NamedTuple):
     ids: torch.Tensor  # [R, max_len] int32
     lens: Sequence[int]
     probs: torch.Tensor | None = None  # [R, max_len, vocab]; None: one-hot
+    methods: Sequence[int] | None = None
+    """Per row: place of the method that proposed; None: the speculator has but one."""
 
 
 class Verdict(NamedTuple):
@@ -33,6 +35,8 @@ class SpecView(NamedTuple):
     """Per row: all known ids, prompt and output (host lists; only for drafters that need `host_ids`)."""
     new_counts: Sequence[int]
     """Per row: how many ids at the end are new since the row's last view."""
+    methods: Sequence[int] = ()
+    """Per row: place of the one method that may propose for it, -1: each; empty: each for all rows."""
 
 
 class SpecNeeds(NamedTuple):
@@ -43,6 +47,12 @@ class SpecNeeds(NamedTuple):
     hidden_layers: tuple[int, ...] = ()
     lookahead: int = 0
     one_hot: bool = True
+    probs: bool = False
+    """verify() is given the law that each logits row was sampled from."""
+    uniforms: bool = False
+    """verify() is given a uniform for each draft, a function of the row's seed and the draft's position."""
+    keeps_other_ids: bool = False
+    """A draft may stand that the target did not choose: then the draft is what is emitted."""
 
 
 class Speculator(Protocol):
@@ -59,9 +69,9 @@ class Speculator(Protocol):
     def verify(
         self,
         target_ids: torch.Tensor,  # [L] id that the target chose at each logits row
-        probs: torch.Tensor | None,  # [L, vocab]; None for one-hot drafts
+        probs: torch.Tensor | None,  # [L, vocab]; None unless needed
         drafts: torch.Tensor,  # [R, max_len] int32, -1 = none
-        uniforms: torch.Tensor | None,
+        uniforms: torch.Tensor | None,  # [R, max_len] float64; None unless needed
         logits_start: torch.Tensor,  # [R + 1]
     ) -> Verdict:
         """How many drafts of each row stand, and what comes next."""
@@ -76,7 +86,13 @@ class KvMover(Protocol):
     def bind(self, layers: Sequence[Sequence[int]], caches: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """The memory to move: layer indices of each group, and each layer's tensors [num_blocks, ...]."""
 
-    def before_step(self, step_id: int) -> None: ...
-    def wait_layer(self, layer_idx: int) -> None: ...
-    def after_step(self, step_id: int) -> None: ...
+    def before_step(self, step_id: int, waits: bool) -> None:
+        """waits: wait_layer() is about the copies submitted so far; else the step reads none of their targets."""
+
+    def wait_layer(self, layer_idx: int) -> None:
+        """What is launched from now on may read this layer of these copies. A device waits, and not its host."""
+
+    def after_step(self, step_id: int) -> None:
+        """The step is launched: copies may begin behind it."""
+
     def close(self) -> None: ...

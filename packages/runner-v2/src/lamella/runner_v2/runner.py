@@ -227,7 +227,7 @@ class ModelRunner:
         assert step.common.num_tokens == 0, "steps are not padded on this device"
         assert not self._in_flight or self._drafting is None, "drafts of a step in flight are not made yet"
         if self._mover is not None:
-            self._mover.before_step(step.step_id)
+            self._mover.before_step(step.step_id, step.waits_for_copies)
         self._change_rows(step)
         layout = self._builder.layout(step.work)
         pending = Pending(step, layout, self._state.generations[layout.rows].tolist(), None, None, None, started)
@@ -269,6 +269,8 @@ class ModelRunner:
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
             self._sampler.add(new.row, new.params, prompt, output)
             self._prompt_scores.add(new.row, new.params)
+            if self._drafting is not None:
+                self._drafting.add(new)
             if self._choice is not None:
                 self._choice.add(new.row, new.params)
         for blocks in step.new_blocks:
@@ -291,7 +293,7 @@ class ModelRunner:
         assert self._choice is not None
         decode.place(layout.rows, size)
         self._writes.flush()
-        if self._mover is not None and len(self._graphs):
+        if self._mover is not None and pending.step.waits_for_copies and len(self._graphs):
             for layer_idx in range(self.model_config.num_layers):
                 self._mover.wait_layer(layer_idx)  # a recording does not stop between layers
         batch, logits = self._graphs.run(GraphKey("logits", size), partial(self._decode_logits, size))
@@ -370,10 +372,12 @@ class ModelRunner:
             return pending
 
         logits = self._assembly.model.finish(carried, inputs.logits_idx)
-        ids, status, logprobs = self._sample(logits, layout, batch, masks)
+        checks = self._drafting is not None and layout.max_verify_len > 0
+        with_law = checks and self._drafting is not None and self._drafting.needs.probs
+        ids, status, logprobs, law = self._sample(logits, layout, batch, masks, with_law=with_law)
         state.plan_ahead(layout.rows, layout.query_lens)
-        if self._drafting is not None and layout.max_verify_len:
-            num_accepted, next_ids = self._drafting.verify(ids, batch.drafts, layout)
+        if self._drafting is not None and checks:
+            num_accepted, next_ids, ids = self._drafting.verify(ids, law, batch, layout)
             steps = layout.device_query_lens - layout.device_verify_lens
             steps[layout.device_sampled] += num_accepted
             copy = OutputCopy(ids, status, num_accepted, next_ids)
@@ -384,16 +388,24 @@ class ModelRunner:
         return pending._replace(copy=copy, logprobs=logprobs)
 
     def _sample(
-        self, logits: torch.Tensor, layout: BatchLayout, batch: StepBatch, masks: Sequence[Mask]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[TokenLogprobs | None] | None]:
-        """(ids [L], status [L], log-probabilities). Before plan_ahead(): positions are counted from what is planned."""
+        self, logits: torch.Tensor, layout: BatchLayout, batch: StepBatch, masks: Sequence[Mask], *, with_law: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, list[TokenLogprobs | None] | None, torch.Tensor | None]:
+        """(ids [L], status [L], log-probabilities, the law [L, V] that the ids were sampled from if it is wanted).
+        Before plan_ahead(): positions are counted from what is planned."""
         rows = layout.rows[layout.logits_owner].astype(np.int32)
         if self._choice is not None and not masks and self._sampler.is_plain(rows):
             positions = batch.inputs.positions.index_select(0, layout.logits_idx) + 1
-            return (*self._choice.sample(logits, layout.logits_rows, positions), None)
+            ids, status = self._choice.sample(logits, layout.logits_rows, positions)
+            law = None
+            if with_law:
+                law = self._sampler.law(logits.float(), self._builder.logits_rows(layout, batch.drafts), ids)
+            return ids, status, None, law
         self._settle()
-        sample = self._sampler.sample(logits.float(), self._builder.logits_rows(layout, batch.drafts), masks)
-        return sample.ids, sample.status, sample.logprobs
+        logits = logits.float()  # edited in place
+        rows_of_logits = self._builder.logits_rows(layout, batch.drafts)
+        sample = self._sampler.sample(logits, rows_of_logits, masks)
+        law = self._sampler.law(logits, rows_of_logits, sample.ids) if with_law else None
+        return sample.ids, sample.status, sample.logprobs, law
 
     def _forward(self, batch: InputBatch, caches: Sequence[LayerCache]) -> Carried:
         """All layers over the batch; writes its keys and values into the caches."""
@@ -425,9 +437,11 @@ class ModelRunner:
                 self._state.commit(sampled_rows, layout.verify_lens[layout.sampled] - host.num_accepted)
             self._tell(pending, num_tokens, token_ids)
         counts = num_tokens.tolist()
-        held = None
+        held, draft_seconds = None, 0.0
         if self._drafting is not None and layout.num_rows:
+            started = time.perf_counter()
             held = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
+            draft_seconds = time.perf_counter() - started
         by_row = [(int(layout.rows[layout.sampled[i]]), status) for i, status in sorted(failed.items())]
         output = StepOutput(
             step_id=step.step_id,
@@ -441,6 +455,8 @@ class ModelRunner:
             prompt_logprobs=pending.prompt_logprobs,
             failed=tuple((row, REASONS[status]) for row, status in by_row),
             forbidden=tuple(row for row, status in by_row if status == NONE_ALLOWED),
+            draft_methods=None if held is None else held.methods,
+            draft_seconds=draft_seconds,
         )
         return output if layout.order is None else in_order_of_work(output, layout.order)
 

@@ -71,6 +71,8 @@ class NewRow(NamedTuple):
     blocks: tuple[list[int], ...]
     """Block table so far, per group; 0 stands for blocks left of a sliding window."""
     adapter_id: int = 0
+    draft_method: int = -1
+    """Place of the one drafting method that may propose for it; -1: each."""
 
 
 class NewBlocks(NamedTuple):
@@ -123,6 +125,8 @@ class Step(NamedTuple):
     masked_rows: tuple[int, ...] = ()
     """Rows whose sampling waits for a mask given by provide()."""
     common: Common = Common()
+    waits_for_copies: bool = False
+    """Some row reads blocks that are on their way from the host tier."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -158,6 +162,10 @@ class StepOutput(NamedTuple):
     """Time that the runner worked on it."""
     forbidden: tuple[int, ...] = ()
     """Rows of `failed` that have no token to choose: every logit is -inf."""
+    draft_methods: list[int] | None = None
+    """Place of the drafting method that each row's drafts come from; None: there is but one."""
+    draft_seconds: float = 0.0
+    """Of `seconds`, what drafting took: to follow the rows and to propose."""
 
 
 class Mask(NamedTuple):

@@ -19,6 +19,9 @@ Ids = TypeVar("Ids")
 NO_DRAFT = -1
 """Stands where a padded row of drafts has none: never looked up, never accepted."""
 
+ANY_METHOD = -1
+"""Stands for a row that every drafter may propose for."""
+
 
 class Rows(NamedTuple):
     """Rows of a batch as a drafter sees them; satisfies `DraftView`."""
@@ -29,6 +32,8 @@ class Rows(NamedTuple):
     """Raised when a row's number changes owner; all 0 will do where numbers are never used again."""
     token_ids: Sequence[Sequence[int]]
     """Per row: all known ids, prompt and output. Must only grow within a generation."""
+    methods: Sequence[int] = ()
+    """Per row: place of the one drafter that may propose for it, ANY_METHOD: each; empty: each for all rows."""
 
     @classmethod
     def single(cls, token_ids: Sequence[int]) -> Rows:
@@ -41,6 +46,8 @@ class DraftBatch(NamedTuple):
 
     ids: Sequence[Sequence[int]]
     """Per row, without padding: empty where there is nothing to propose."""
+    methods: Sequence[int] | None = None
+    """Per row: place of the drafter that proposed; None: there is but one."""
 
     @property
     def lens(self) -> list[int]:

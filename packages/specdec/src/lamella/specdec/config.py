@@ -2,9 +2,12 @@
 
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24}
+    {"method": "arbitrary", "num_speculative_tokens": 3}
 
-Every key is used or refused by name: nothing is accepted and ignored. Our own keys are `match`,
-`suffix_decoding_max_spec_offset` and `suffix_decoding_max_cached_tokens`.
+One drafter here; several of them, and the rule by which drafts are kept, are in `speculation`.
+
+Every key is used or refused by name: nothing is accepted and ignored. Our own are the keys `match`,
+`suffix_decoding_max_spec_offset` and `suffix_decoding_max_cached_tokens`, and the method `arbitrary`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lamella.specdec.errors import ConfigError
 
@@ -29,7 +32,7 @@ MAX_CACHED_TOKENS = 50_000_000
 MAX_SPEC = 1000.0
 DEFAULT_TREE_DEPTH = 24
 
-SUPPORTED = '"ngram", "suffix"'
+SUPPORTED = '"ngram", "suffix", "arbitrary"'
 ADAPTIVE = "enable_adaptive_verification"
 NGRAM_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match", ADAPTIVE,
@@ -42,6 +45,8 @@ SUFFIX_OPTIONS = (
 )  # fmt: skip
 """Fields of SuffixConfig whose keys have SUFFIX_PREFIX before them."""
 SUFFIX_KEYS = ("method", "num_speculative_tokens", ADAPTIVE, *(SUFFIX_PREFIX + name for name in SUFFIX_OPTIONS))
+
+ARBITRARY_KEYS = ("method", "num_speculative_tokens", ADAPTIVE)
 
 OTHER_METHODS = (
     "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
@@ -68,6 +73,8 @@ class NgramConfig:
     The longest n-gram of prompt_lookup_min to prompt_lookup_max tokens that occurred before wins. Among its
     occurrences `match` chooses: "rightmost" (most recent; chats, agents, loops) or "earliest" (edits of a long prompt).
     """
+
+    method: ClassVar[str] = "ngram"
 
     num_speculative_tokens: int
     prompt_lookup_min: int = DEFAULT_LOOKUP
@@ -100,6 +107,8 @@ class SuffixConfig:
     Finished outputs: the newest max_cached_requests (0: none), of together at most max_cached_tokens ids.
     """
 
+    method: ClassVar[str] = "suffix"
+
     num_speculative_tokens: int
     max_tree_depth: int = DEFAULT_TREE_DEPTH
     max_cached_requests: int = 10_000
@@ -125,7 +134,21 @@ class SuffixConfig:
             )
 
 
-SpeculativeConfig = NgramConfig | SuffixConfig
+@dataclass(frozen=True, slots=True)
+class ArbitraryConfig:
+    """Drafts whatever comes to hand, always as many ids as it may: for measuring."""
+
+    method: ClassVar[str] = "arbitrary"
+
+    num_speculative_tokens: int
+    adaptive: bool = True
+    """Verify as many drafts as pay, none included; else all."""
+
+    def __post_init__(self) -> None:
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+
+
+SpeculativeConfig = NgramConfig | SuffixConfig | ArbitraryConfig
 
 
 def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeConfig:
@@ -133,7 +156,7 @@ def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeCo
 
     Raises ConfigError naming the key that is unknown, unsupported, missing or out of range.
     """
-    options = {key: given for key, given in _as_mapping(value).items() if given is not None}
+    options = {key: given for key, given in as_mapping(value).items() if given is not None}
     method = _method(options)
     if method == "ngram":
         _check_keys(options, method, NGRAM_KEYS)
@@ -141,6 +164,9 @@ def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeCo
     elif method == "suffix":
         _check_keys(options, method, SUFFIX_KEYS)
         read = _read_suffix
+    elif method == "arbitrary":
+        _check_keys(options, method, ARBITRARY_KEYS)
+        read = _read_arbitrary
     else:
         known = "it is not supported yet" if method in OTHER_METHODS else "there is no such method"
         raise ConfigError(f"speculative config: method is {method!r}, {known}; supported: {SUPPORTED}")
@@ -157,9 +183,9 @@ def _read_ngram(options: Mapping[str, object]) -> SpeculativeConfig:
     longest = options.get("prompt_lookup_max", options.get("prompt_lookup_min", DEFAULT_LOOKUP))
     shortest = options.get("prompt_lookup_min", longest)
     return NgramConfig(
-        num_speculative_tokens=_integer("num_speculative_tokens", options["num_speculative_tokens"]),
-        prompt_lookup_min=_integer("prompt_lookup_min", shortest),
-        prompt_lookup_max=_integer("prompt_lookup_max", longest),
+        num_speculative_tokens=read_integer("num_speculative_tokens", options["num_speculative_tokens"]),
+        prompt_lookup_min=read_integer("prompt_lookup_min", shortest),
+        prompt_lookup_max=read_integer("prompt_lookup_max", longest),
         match=options.get("match", "rightmost"),  # type: ignore[arg-type]  # checked by NgramConfig
         adaptive=_boolean(ADAPTIVE, options.get(ADAPTIVE, True)),
     )
@@ -167,7 +193,7 @@ def _read_ngram(options: Mapping[str, object]) -> SpeculativeConfig:
 
 def _read_suffix(options: Mapping[str, object]) -> SpeculativeConfig:
     """num_speculative_tokens, if absent, is the tree's depth, as in vLLM: the match and the counts set the length."""
-    depth = _integer(
+    depth = read_integer(
         SUFFIX_PREFIX + "max_tree_depth", options.get(SUFFIX_PREFIX + "max_tree_depth", DEFAULT_TREE_DEPTH)
     )
     given: dict[str, int | float] = {}
@@ -175,10 +201,19 @@ def _read_suffix(options: Mapping[str, object]) -> SpeculativeConfig:
         key = SUFFIX_PREFIX + name
         if key in options:
             counts = name in ("max_tree_depth", "max_cached_requests", "max_cached_tokens")
-            given[name] = _integer(key, options[key]) if counts else _number(key, options[key])
-    num_drafts = _integer("num_speculative_tokens", options.get("num_speculative_tokens", depth))
+            given[name] = read_integer(key, options[key]) if counts else read_number(key, options[key])
+    num_drafts = read_integer("num_speculative_tokens", options.get("num_speculative_tokens", depth))
     adaptive = _boolean(ADAPTIVE, options.get(ADAPTIVE, True))
-    return SuffixConfig(num_drafts, adaptive=adaptive, **given)  # type: ignore[arg-type]  # ints where _integer read
+    return SuffixConfig(num_drafts, adaptive=adaptive, **given)  # type: ignore[arg-type]  # ints where read_integer read
+
+
+def _read_arbitrary(options: Mapping[str, object]) -> SpeculativeConfig:
+    if "num_speculative_tokens" not in options:
+        raise ConfigError('num_speculative_tokens is missing; method "arbitrary" needs it')
+    return ArbitraryConfig(
+        read_integer("num_speculative_tokens", options["num_speculative_tokens"]),
+        _boolean(ADAPTIVE, options.get(ADAPTIVE, True)),
+    )
 
 
 def _check_keys(options: Mapping[str, object], method: str, keys: tuple[str, ...]) -> None:
@@ -190,7 +225,8 @@ def _check_keys(options: Mapping[str, object], method: str, keys: tuple[str, ...
         raise ConfigError(f"speculative config: unknown key {key!r}; known: {', '.join(keys)}")
 
 
-def _as_mapping(value: str | Mapping[str, object]) -> Mapping[str, object]:
+def as_mapping(value: str | Mapping[str, object]) -> Mapping[str, object]:
+    """A config as an object. Raises ConfigError if the text is none."""
     if isinstance(value, Mapping):
         return value
     try:
@@ -212,7 +248,8 @@ def _method(options: Mapping[str, object]) -> object:
     return options.get("method", "ngram")
 
 
-def _integer(name: str, value: object) -> int:
+def read_integer(name: str, value: object) -> int:
+    """Raises ConfigError unless it is one."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     return value
@@ -224,7 +261,8 @@ def _boolean(name: str, value: object) -> bool:
     return value
 
 
-def _number(name: str, value: object) -> float:
+def read_number(name: str, value: object) -> float:
+    """Raises ConfigError unless it is a finite one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     return float(value)

@@ -23,6 +23,11 @@ class DraftView(Protocol):
     def token_ids(self) -> Sequence[Sequence[int]]:
         """Per row: all known ids, prompt and output."""
 
+    @property
+    def methods(self) -> Sequence[int]:
+        """Per row: place of the one drafter among several that may propose for it, ANY_METHOD: each; empty: each for
+        all rows. Read by who combines drafters only."""
+
 
 class DrafterNeeds(NamedTuple):
     """What a drafter asks of the engine around it."""

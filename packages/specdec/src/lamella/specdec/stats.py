@@ -74,3 +74,27 @@ class AcceptanceStats:
             f"Per-position acceptance rate: {', '.join(f'{rate:.3f}' for rate in self.rate_per_pos)}, "
             f"Avg Draft acceptance rate: {100 * self.acceptance_rate:.1f}%"
         )
+
+
+@dataclass(slots=True)
+class LengthStats:
+    """Totals since the start of what was decided for each decoding row and step: how many drafts are verified, and why
+    there are none."""
+
+    lens: list[int] = field(default_factory=list)
+    """Place n: times that n drafts were verified."""
+    off: dict[str, int] = field(default_factory=dict)
+    """Reason -> times that none was."""
+    num_unverified: int = 0
+    """Drafts that rows held and that were not verified, as they did not pay or there was no room for them."""
+
+    def observe(self, num_verified: int, num_held: int) -> None:
+        """A row verifies so many of the drafts that it holds."""
+        if num_verified >= len(self.lens):
+            self.lens.extend([0] * (num_verified + 1 - len(self.lens)))
+        self.lens[num_verified] += 1
+        self.num_unverified += num_held - num_verified
+
+    def observe_off(self, reason: str) -> None:
+        """It verifies none, because of this."""
+        self.off[reason] = self.off.get(reason, 0) + 1

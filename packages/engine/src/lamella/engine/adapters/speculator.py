@@ -3,31 +3,56 @@
     runner                            this adapter                      specdec
     observe(SpecView)         →       passed on as it is         →      Drafter.observe
     propose(SpecView, lens)   →       host lists → tensor, -1 padded ←  Drafter.propose
-    verify(ids, drafts, …)    →       passed on as it is         →      verify.one_hot
+    verify(ids, drafts, …)    →       by the rule                →      verify.one_hot, .lossy, .synthetic
 
-Drafts are one-hot: the runner samples every logits row as if there were no drafts and verification compares ids, so
-that seeded output is the one without speculation.
+Drafts are one-hot: the runner samples every logits row as if there were no drafts. By the standard rule verification
+compares ids, so that seeded output is the one without speculation; other rules have to be asked for by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lamella.engine.errors import StartError
 from lamella.runner_v2.protocols import Drafts, SpecNeeds, SpecView, Verdict
-from lamella.specdec import ConfigError, Drafter, NgramConfig, NgramDrafter, SuffixDrafter, parse_speculative_config
+from lamella.specdec import (
+    ArbitraryConfig,
+    ArbitraryDrafter,
+    CombinedDrafter,
+    ConfigError,
+    Drafter,
+    NgramConfig,
+    NgramDrafter,
+    Rule,
+    SpeculativeConfig,
+    SuffixDrafter,
+    parse_speculation,
+)
+from lamella.specdec.batch import NO_DRAFT
+from lamella.specdec.rules import STANDARD, LossyRule, Standard, Synthetic, Threshold
+from lamella.specdec.verify.lossy import verify_lossy
 from lamella.specdec.verify.one_hot import verify_one_hot
+from lamella.specdec.verify.synthetic import SyntheticAcceptance
 
 
 class DrafterSpeculator:
-    """A host-side drafter with one-hot drafts. Satisfies `Speculator`."""
+    """A host-side drafter with one-hot drafts, kept by a rule. Satisfies `Speculator`."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, rule: Rule = STANDARD) -> None:
         assert drafter.needs.one_hot, "drafts with probabilities need another verification"
-        self.needs = SpecNeeds(max_drafts=drafter.needs.max_drafts, host_ids=drafter.needs.host_ids)
+        self.rule = rule
+        self.needs = SpecNeeds(
+            max_drafts=drafter.needs.max_drafts,
+            host_ids=drafter.needs.host_ids,
+            probs=isinstance(rule, LossyRule),
+            uniforms=isinstance(rule, Synthetic | Threshold),
+            keeps_other_ids=not rule.exact,
+        )
         self._drafter = drafter
+        self._synthetic: SyntheticAcceptance | None = None
 
     def observe(self, view: SpecView) -> None:
         """Take in each row's new ids."""
@@ -37,20 +62,33 @@ class DrafterSpeculator:
         """Up to propose_len[i] drafts for row i; ids are [num_rows, max_drafts] on the CPU, whatever the lengths."""
         batch = self._drafter.propose(view, propose_len)
         width = self.needs.max_drafts
-        ids = torch.tensor(batch.padded(width), dtype=torch.int32).reshape(len(view.rows), width)
-        return Drafts(ids, batch.lens)
+        ids = np.full((len(view.rows), width), NO_DRAFT, np.int32)
+        lens = batch.lens
+        for place, length in enumerate(lens):
+            if length:
+                ids[place, :length] = batch.ids[place]
+        return Drafts(torch.from_numpy(ids), lens, methods=batch.methods)
 
     def verify(
         self,
         target_ids: torch.Tensor,  # [L]
-        probs: torch.Tensor | None,
+        probs: torch.Tensor | None,  # [L, vocab] for lossy rules
         drafts: torch.Tensor,  # [R, max_len] int32, -1 = none
-        uniforms: torch.Tensor | None,
+        uniforms: torch.Tensor | None,  # [R, max_len] where needs says so
         logits_start: torch.Tensor,  # [R + 1]
     ) -> Verdict:
-        """Compare ids. One-hot drafts need neither probs nor uniforms."""
-        assert probs is None, "these drafts are chosen, not drawn: pass no probabilities"
-        verdict = verify_one_hot(target_ids, drafts, logits_start)
+        """Judge by the rule."""
+        if isinstance(self.rule, Standard):
+            assert probs is None, "these drafts are chosen, not drawn: pass no probabilities"
+            verdict = verify_one_hot(target_ids, drafts, logits_start)
+        elif isinstance(self.rule, Synthetic):
+            assert uniforms is not None
+            if self._synthetic is None:
+                self._synthetic = SyntheticAcceptance(self.rule.rates, drafts.device)
+            verdict = self._synthetic.verify(target_ids, drafts, logits_start, uniforms)
+        else:
+            assert probs is not None
+            verdict = verify_lossy(self.rule, target_ids, probs, drafts, logits_start, uniforms)
         return Verdict(verdict.num_accepted, verdict.next_ids)
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -64,7 +102,15 @@ def from_config(config: str | Mapping[str, object]) -> DrafterSpeculator:
     Raises StartError naming the key or method that is unknown, unsupported or out of range.
     """
     try:
-        parsed = parse_speculative_config(config)
+        parsed = parse_speculation(config)
     except ConfigError as error:
         raise StartError(str(error)) from None
-    return DrafterSpeculator(NgramDrafter(parsed) if isinstance(parsed, NgramConfig) else SuffixDrafter(parsed))
+    drafters = [make_drafter(one) for one in parsed.drafters]
+    return DrafterSpeculator(drafters[0] if len(drafters) == 1 else CombinedDrafter(drafters), parsed.rule)
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """The drafter of one method."""
+    if isinstance(config, NgramConfig):
+        return NgramDrafter(config)
+    return ArbitraryDrafter(config) if isinstance(config, ArbitraryConfig) else SuffixDrafter(config)

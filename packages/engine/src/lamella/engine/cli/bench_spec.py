@@ -2,6 +2,7 @@
 
 lamella bench spec smollm2 --methods ngram,suffix --rounds 5
 lamella bench spec smollm2 --workload prompts.jsonl --config deep='{"method":"suffix","num_speculative_tokens":32}'
+lamella bench spec smollm2 --methods arbitrary --num-speculative-tokens 3 --synthetic-acceptance-rates 0.8,0.64,0.512
 
 A workload has one JSON object a line: "prompt" (a text or token ids) or "messages" (a chat), and if you like "group",
 over which figures are summed, and "max_tokens". The one that comes along has the groups "repeats" (edits, letters,
@@ -11,6 +12,11 @@ Everything is greedy, and every answer is compared with the one without speculat
 anew, so no method has seen the answer that it is about to give, and prompt by prompt the methods take turns; of the
 rounds the fastest counts for each prompt, since other work on the machine only ever slows one. With --apart there is
 one engine at a time: for a model that fits only once.
+
+Methods: ngram, suffix, both (suffix, and ngram where it finds nothing), arbitrary (always as many drafts as may be, of
+no sense). With --synthetic-acceptance-rates or -length drafts stand by chance, whatever the model says: that shows what
+a drafter of such rates would be worth. The answers are garbage then, are not compared, and go on behind end tokens; the
+names of such figures say synthetic.
 """
 
 from __future__ import annotations
@@ -41,7 +47,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix", "suffix_decoding_max_tree_depth": 48, "suffix_decoding_max_spec_factor": 4.0},
 }
+METHODS["both"] = {**METHODS["suffix"], "fallback": METHODS["ngram"]}
+METHODS["arbitrary"] = {"method": "arbitrary"}
 """What a name in --methods stands for, without num_speculative_tokens."""
+DEFAULT_METHODS = ("ngram", "suffix")
+SYNTHETIC = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -65,13 +75,19 @@ class Measured(msgspec.Struct):
     """Steps that made the answer: of the round whose seconds count."""
     drafted: dict[int, int] = {}
     accepted: dict[int, int] = {}
+    draft_seconds: dict[int, float] = {}
+    rule: str = "standard"
+    """By which its drafts are kept; with another one the answers are not the model's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--workload", metavar="FILE", help="JSON lines (default: a small one that comes along)")
     parser.add_argument(
-        "--methods", default=",".join(METHODS), metavar="A,B", help=f"some of {', '.join(METHODS)} (default: all)"
+        "--methods",
+        default=",".join(DEFAULT_METHODS),
+        metavar="A,B",
+        help=f"some of {', '.join(METHODS)} (default: {', '.join(DEFAULT_METHODS)})",
     )
     parser.add_argument(
         "--config", action="append", default=[], metavar="NAME=JSON", help="one more --speculative-config to compare"
@@ -81,6 +97,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output-len", type=number("int", 2), default=128, metavar="N", help="most output tokens (default: 128)"
+    )
+    synthetic = parser.add_mutually_exclusive_group()
+    synthetic.add_argument(
+        "--synthetic-acceptance-rates",
+        metavar="R,R",
+        help="for --methods: the first i drafts all stand with the i-th of these probabilities; one for each draft",
+    )
+    synthetic.add_argument(
+        "--synthetic-acceptance-length",
+        type=number("float", 1),
+        metavar="X",
+        help="for --methods: so many tokens a step on average, the next token included",
     )
     parser.add_argument("--apart", action="store_true", help="one engine at a time instead of all in turns")
     parser.add_argument("--rounds", type=number("int", 1), default=3, metavar="N", help="rounds (default: 3)")
@@ -93,14 +121,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = options_from(args, EngineOptions, model=args.model)
     items = read_workload(args.workload or WORKLOAD)
-    configs = {NONE: None, **configs_of(args.methods, args.config, args.num_speculative_tokens)}
+    named = configs_of(args.methods, args.config, args.num_speculative_tokens, synthetic_of(args))
+    configs = {NONE: None, **named}
     groups = list(dict.fromkeys(item.group for item in items))
     targets = targets_of(args.target, groups)
-    measured = {name: Measured() for name in configs}
+    measured = {name: Measured(rule=rule_of(config)) for name, config in configs.items()}
+    free_running = any(one.rule == "synthetic" for one in measured.values())
     several = {name: replace(options, speculative_config=config) for name, config in configs.items()}
     for _ in range(args.rounds):
         for together in [{name: one} for name, one in several.items()] if args.apart else [several]:
-            measure(together, items, args.output_len, measured)
+            measure(together, items, args.output_len, measured, ignore_eos=free_running)
     rows = [row for group in groups for row in rows_of(group, items, measured, targets.get(group))]
     report = Report.of(rows)
     print(report.table())
@@ -139,15 +169,43 @@ def read_workload(path: str | Path) -> list[Item]:
     return items
 
 
-def configs_of(methods: str, given: Sequence[str], num_drafts: int) -> dict[str, dict[str, Any]]:
-    """Name -> --speculative-config."""
+def synthetic_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys that --methods get besides their own."""
+    rates: Any = args.synthetic_acceptance_rates
+    if rates is not None:
+        try:
+            rates = [float(rate) for rate in rates.split(",")]
+        except ValueError:
+            raise StartError(f"--synthetic-acceptance-rates takes numbers between commas; got {rates!r}") from None
+    values = dict(zip(SYNTHETIC, (rates, args.synthetic_acceptance_length), strict=True))
+    given = {key: value for key, value in values.items() if value is not None}
+    return {"rejection_sample_method": "synthetic", **given} if given else {}
+
+
+def rule_of(config: dict[str, Any] | None) -> str:
+    """The rule by which a config keeps drafts; a config that cannot be used is named when its engine starts."""
+    return "standard" if config is None else str(config.get("rejection_sample_method") or "standard")
+
+
+def with_drafts(config: Mapping[str, Any], num_drafts: int) -> dict[str, Any]:
+    """The config with so many drafts for each of its drafters."""
+    given = {**config, "num_speculative_tokens": num_drafts}
+    if "fallback" in config:
+        given["fallback"] = with_drafts(config["fallback"], num_drafts)
+    return given
+
+
+def configs_of(
+    methods: str, given: Sequence[str], num_drafts: int, synthetic: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Name -> --speculative-config. synthetic: more keys for methods that are named."""
     configs = {}
     for name in filter(None, methods.split(",")):
         if name == NONE:
             continue
         if name not in METHODS:
             raise StartError(f"--methods knows {', '.join(METHODS)}; got {name!r}. Others come with --config NAME=JSON")
-        configs[name] = {**METHODS[name], "num_speculative_tokens": num_drafts}
+        configs[name] = {**with_drafts(METHODS[name], num_drafts), **synthetic}
     for text in given:
         name, _, value = text.partition("=")
         if not re.fullmatch(r"[\w.-]+", name) or name == NONE or name in configs:
@@ -178,7 +236,12 @@ def targets_of(given: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
 
 
 def measure(
-    several: Mapping[str, EngineOptions], items: Sequence[Item], output_len: int, measured: Mapping[str, Measured]
+    several: Mapping[str, EngineOptions],
+    items: Sequence[Item],
+    output_len: int,
+    measured: Mapping[str, Measured],
+    *,
+    ignore_eos: bool = False,
 ) -> None:
     """One round: fresh engines, which take turns prompt by prompt."""
     with ExitStack() as stack:
@@ -187,12 +250,14 @@ def measure(
             llm.generate([[1, 2, 3]], lamella.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         for i, item in enumerate(items):
             for name, llm in engines.items():
-                answer(llm, i, item, output_len, measured[name])
+                answer(llm, i, item, output_len, measured[name], ignore_eos=ignore_eos)
 
 
-def answer(llm: lamella.LLM, place: int, item: Item, output_len: int, measured: Measured) -> None:
+def answer(
+    llm: lamella.LLM, place: int, item: Item, output_len: int, measured: Measured, *, ignore_eos: bool = False
+) -> None:
     """Answer an item, and note what it took if that was faster than before."""
-    params = lamella.SamplingParams(temperature=0.0, max_tokens=item.max_tokens or output_len)
+    params = lamella.SamplingParams(temperature=0.0, max_tokens=item.max_tokens or output_len, ignore_eos=ignore_eos)
     before = llm.stats()
     if item.messages is not None:
         (output,) = llm.chat([item.messages], params)
@@ -210,6 +275,7 @@ def answer(llm: lamella.LLM, place: int, item: Item, output_len: int, measured: 
     measured.steps[place] = after.steps - before.steps
     measured.drafted[place] = after.spec_draft_tokens - before.spec_draft_tokens
     measured.accepted[place] = after.spec_accepted_tokens - before.spec_accepted_tokens
+    measured.draft_seconds[place] = after.spec_draft_seconds - before.spec_draft_seconds
 
 
 def decode_speed(measured: Measured, places: Sequence[int]) -> float:
@@ -233,7 +299,10 @@ def rows_of(group: str, items: Sequence[Item], measured: Mapping[str, Measured],
         shown = None if target is None else f">= {target:g} x {NONE}"
         drafted, accepted = (sum(counts[i] for i in places) for counts in (one.drafted, one.accepted))
         num_tokens = sum(len(one.token_ids[i]) for i in places)
+        num_steps = sum(one.steps[i] for i in places)
         differing = sum(one.token_ids[i] != plain.token_ids[i] for i in places)
+        if one.rule != "standard":
+            name = f"{name} ({one.rule})"
         rows += [
             Row(
                 name=f"decode, {group}, {name}",
@@ -246,7 +315,7 @@ def rows_of(group: str, items: Sequence[Item], measured: Mapping[str, Measured],
             ),
             Row(
                 name=f"acceptance length, {group}, {name}",
-                value=num_tokens / sum(one.steps[i] for i in places),
+                value=num_tokens / num_steps,
                 unit="tokens/step",
             ),
             Row(
@@ -254,6 +323,12 @@ def rows_of(group: str, items: Sequence[Item], measured: Mapping[str, Measured],
                 value=100 * accepted / drafted if drafted else 0.0,
                 unit=f"% of {drafted}",
             ),
-            Row(name=f"answers that differ, {group}, {name}", value=differing, unit=f"of {len(places)}"),
+            Row(
+                name=f"drafting, {group}, {name}",
+                value=1e6 * sum(one.draft_seconds[i] for i in places) / num_steps,
+                unit="us/step",
+            ),
         ]
+        if one.rule != "synthetic":
+            rows.append(Row(name=f"answers that differ, {group}, {name}", value=differing, unit=f"of {len(places)}"))
     return rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
 from lamella.engine.cli.metrics_page import MetricsPage
 from lamella.engine.config.flags import number
@@ -62,6 +63,8 @@ def render(page: MetricsPage, before: MetricsPage | None, seconds: float) -> str
         f"{page.value('num_preemptions_total'):.0f} preempted",
         f"first token {_spread(page, 'time_to_first_token_seconds')}",
     ]
+    if page.has("spec_decode_config_info"):
+        lines += _drafts(page, before, rate)
     tiers = page.labelled("kv_tier_num_blocks", "tier")
     if tiers:
         lines.append(f"restores    {_spread(page, 'kv_restore_seconds')}")
@@ -75,6 +78,35 @@ def render(page: MetricsPage, before: MetricsPage | None, seconds: float) -> str
             f"{page.value('kv_tier_failures_total', tier=tier):,.0f} failed"
         )
     return "\n".join(lines)
+
+
+def _drafts(page: MetricsPage, before: MetricsPage | None, rate: Callable[[str], str]) -> list[str]:
+    """How speculation fares; shares are of the last interval, or of all without one."""
+
+    def since(name: str) -> float:
+        return page.value(name) - (0.0 if before is None else before.value(name))
+
+    drafts, tokens, accepted = (
+        since(f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    draft_s, verify_s = (since(f"spec_decode_{name}_seconds_total") for name in ("draft", "verify"))
+    rows = since("spec_decode_draft_length_count")
+    off = page.labelled("spec_decode_off_total", "reason")
+    if before is not None:
+        earlier = before.labelled("spec_decode_off_total", "reason")
+        off = {reason: count - earlier.get(reason, 0.0) for reason, count in off.items()}
+    reasons = [f"{reason} {count / rows:.0%}" for reason, count in sorted(off.items()) if count and rows]
+    config = "spec_decode_config_info"
+    (rule,) = page.labelled(config, "rejection_sample_method") or ("",)
+    (methods,) = page.labelled(config, "method") or ("",)
+    label = methods if rule == "standard" else f"{methods}; rule {rule}: the output is not the model's own"
+    return [
+        f"drafts      {rate('spec_decode_num_accepted_tokens_total')} accepted of "
+        f"{rate('spec_decode_num_draft_tokens_total')} ({accepted / tokens if tokens else 0:.0%}), "
+        f"{1 + accepted / drafts if drafts else 1:.2f} tokens a drafting step ({label})",
+        f"            {draft_s:.2f} s drafting, {verify_s:.2f} s in steps that verify; without drafts: "
+        f"{', '.join(reasons) or 'none'}",
+    ]
 
 
 def _spread(page: MetricsPage, name: str) -> str:

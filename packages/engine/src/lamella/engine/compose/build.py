@@ -43,8 +43,9 @@ MEASURED_TOKENS = 256
 FAR_TOKENS, FAR_CONTEXT = 64, 4032
 """A chunk far behind the prompt's start, or as far as sequences go: shows what the context costs. Few tokens do, as
 reading the keys dominates."""
-GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 4096, 4096, 28672
-"""The same on a GPU, which small chunks do not fill: their time would be that of the launches."""
+GPU_MEASURED_TOKENS, GPU_FAR_TOKENS, GPU_FAR_CONTEXT = 2048, 1024, 28672
+"""The same on a GPU, which smaller chunks do not fill: their time would be that of the launches. Larger ones would make
+the start longer."""
 
 DRAFT_TABLE_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Places of the table that says what drafts cost."""
@@ -83,7 +84,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     resolved = resolve(options, config.model_path, model, machine, progress=config.progress)
     _share_threads(resolved.runner.num_threads)
     speculator = from_config(options.speculative_config) if options.speculative_config else None
-    wanted = _wanted_tiers(options, on_gpu=resolved.platform.is_gpu)
+    wanted = _wanted_tiers(options)
     below = None if wanted is None else importlib.import_module(TIERS)
     mover: Any = None if below is None else below.LateMover()
     executor = InProcess(Worker(resolved.runner, speculator, mover=mover), depth=resolved.depth, mover=mover)
@@ -106,6 +107,7 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         num_blocks = plan_blocks((report,), resolved.kv_bytes, demand).num_blocks
         (explained,) = executor.call("explain", {})
         identity = f"{weights_identity(config.model_path, with_weights=options.load_format != 'dummy')} {options.dtype}"
+        drafting = resolved.speculation
         tiers = None
         if below is not None:
             tiers = below.build_tiers(wanted, resolved, report, num_blocks, identity, chunks)
@@ -119,13 +121,17 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
                 max_num_batched_tokens=resolved.max_num_batched_tokens,
                 num_blocks=num_blocks,
                 max_num_drafts=resolved.runner.max_num_drafts,
-                draft_costs=_time_drafts(executor, resolved) if resolved.adaptive_drafts else None,
+                draft_costs=_time_drafts(executor, resolved) if drafting is not None and drafting.adaptive else None,
+                draft_methods=() if drafting is None else drafting.methods,
+                draft_rule="standard" if drafting is None else drafting.rule.name,
+                draft_rule_exact=drafting is None or drafting.rule.exact,
                 token_cost=resolved.token_cost,
                 policy=options.scheduling_policy,  # type: ignore[arg-type]
                 prefix_caching=options.enable_prefix_caching,
                 model=identity,
                 tiers=None if tiers is None else tiers.plan,
                 patience=no_patience if tiers is None else tiers.patience,
+                holds_restores=resolved.platform.is_gpu,  # copies run beside steps there
                 report=describe(
                     resolved, machine, report, num_blocks, explained, speculator, [] if tiers is None else tiers.shown
                 ),
@@ -152,15 +158,13 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
     return core
 
 
-def _wanted_tiers(options: EngineOptions, *, on_gpu: bool) -> TiersConfig | None:
-    """Raises StartError where tiers have nothing to hold, or nothing moves blocks to them."""
+def _wanted_tiers(options: EngineOptions) -> TiersConfig | None:
+    """Raises StartError where tiers have nothing to hold."""
     if not options.kv_tier:
         return None
     wanted: TiersConfig | None = importlib.import_module(TIERS).parse(options.kv_tier)
     if wanted is not None and not options.enable_prefix_caching:
         raise StartError("--kv-tier keeps cached prefixes, and --no-enable-prefix-caching has none: leave one out")
-    if wanted is not None and on_gpu:
-        raise StartError("--kv-tier is not served below a GPU: leave it out, or choose --device cpu")
     return wanted
 
 

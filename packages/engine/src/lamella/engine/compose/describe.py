@@ -37,8 +37,16 @@ def describe(
         "memory": _memory(resolved, machine, report, num_blocks),
         "KV tiers": [list(row) for row in tiers],
         "sampling defaults": dict(resolved.sampling_defaults),
-        "speculation": {"most drafts": speculator.needs.max_drafts} if speculator else {},
+        "speculation": _speculation(resolved, speculator) if speculator else {},
     }
+
+
+def _speculation(resolved: Resolved, speculator: DrafterSpeculator) -> dict[str, Any]:
+    rule = speculator.rule
+    shown: dict[str, Any] = {"most drafts": speculator.needs.max_drafts}
+    if resolved.speculation is not None:
+        shown["methods"] = ", ".join(resolved.speculation.methods)
+    return {**shown, "rule": rule.name, "output": "exact" if rule.exact else "not that of the model alone"}
 
 
 def _model(resolved: Resolved) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lamella.engine.adapters.block_copier import block_copiers
 from lamella.engine.config.resolve import Resolved, TimedChunk, token_cost
 from lamella.engine.config.schema import format_size
 from lamella.engine.core import tier_layout
@@ -50,6 +51,10 @@ class BuiltTiers(NamedTuple):
     def table(self) -> list[list[Any]]:
         """What is shown, with the speeds that are known by now."""
         head, *rows = self.shown
+        copied_by = self.mover.stats().get("host", {}).get("copied_by", ())
+        if copied_by:
+            (name, size, holds, how), *others = rows
+            rows = [[name, size, holds, f"{how}, copied by {' and '.join(dict.fromkeys(copied_by))}"], *others]
         speeds = self.plan.cost.bytes_per_s
         told = [f"{speeds[row[0]] / 1e9:.2f} GB/s" if row[0] in speeds else "not yet" for row in rows]
         return [[*head, "measured"], *([*row, speed] for row, speed in zip(rows, told))]
@@ -86,8 +91,8 @@ class LateMover:
     def wait(self, timeout_s: float) -> bool:
         return self._attached.wait(timeout_s)
 
-    def before_step(self, step_id: int) -> None:
-        self._attached.before_step(step_id)
+    def before_step(self, step_id: int, waits: bool) -> None:
+        self._attached.before_step(step_id, waits)
 
     def wait_layer(self, layer_idx: int) -> None:
         if self._mover is not None:  # chunks that are only timed read no block
@@ -150,6 +155,7 @@ def build_tiers(
             store=store,
             externals=[(e.name, manager_maker(e.module_path, e.options)) for e in config.externals],
             codec=codec,
+            copiers=block_copiers(resolved.runner.device),
         )
     except (KvTierError, OSError) as error:
         raise StartError(f"--kv-tier: {error}") from error

@@ -24,7 +24,7 @@ from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
-from lamella.specdec import ConfigError, SpeculativeConfig, parse_speculative_config
+from lamella.specdec import ConfigError, Speculation, parse_speculation
 
 CPU_STEP_TARGET_S = 0.5
 CPU_MIN_TOKENS = 512
@@ -76,8 +76,8 @@ class Resolved:
     depth: int = 1
     """Steps in flight."""
     token_cost: TokenCost = FLAT
-    adaptive_drafts: bool = False
-    """Verify as many drafts as pay; else all."""
+    speculation: Speculation | None = None
+    """Drafters, and by which rule what they propose is kept."""
 
     def deciding(self, name: str, value: str, reason: str, **changes: Any) -> Resolved:
         """A copy with one more decision taken."""
@@ -183,7 +183,18 @@ def resolve(
         "chunks and on cached prefixes; those of a CPU's native kernels never do",
     )
     if drafting is not None and options.speculative_config is not None:
-        decide("speculation", options.speculative_config.get("method", "ngram"), "given")
+        decide("speculation", ", else ".join(drafting.methods), "given")
+        rule = drafting.rule
+        if rule.exact:
+            decide("rejection_sample_method", rule.name, "answers are those without speculation")
+        else:
+            decide(
+                "rejection_sample_method",
+                rule.name,
+                "given: drafts stand by given rates, and the output is garbage on purpose"
+                if rule.name == "synthetic"
+                else "given: drafts stand that the model did not choose, and answers are not those without speculation",
+            )
         why = "given" if "enable_adaptive_verification" in options.speculative_config else "the default"
         decide("drafts that are verified", "those that pay" if drafting.adaptive else "all", why)
     depth = _decide_device_steps(options, platform, runner, decide)
@@ -199,7 +210,7 @@ def resolve(
         decisions=tuple(decisions),
         platform=platform,
         depth=depth,
-        adaptive_drafts=drafting is not None and drafting.adaptive,
+        speculation=drafting,
     )
 
 
@@ -377,11 +388,11 @@ def _decide_device_steps(
     return 2
 
 
-def _drafting(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+def _drafting(config: Mapping[str, Any] | None) -> Speculation | None:
     if config is None:
         return None
     try:
-        return parse_speculative_config(config)
+        return parse_speculation(config)
     except ConfigError as error:
         raise StartError(str(error)) from None
 

@@ -154,7 +154,8 @@ class EngineOptions:
         kind="json",
         help="drafts that the model checks: from the sequence's own text, "
         '\'{"method":"ngram","num_speculative_tokens":4}\', or from finished outputs too, '
-        '\'{"method":"suffix","num_speculative_tokens":8}\'',
+        '\'{"method":"suffix","num_speculative_tokens":8}\'; "fallback":{...} is one more drafter, '
+        '"rejection_sample_method" the rule by which drafts are kept (default: standard, which changes no answer)',
     )
     seed: int | None = option(
         group="scheduling", kind="int", help="makes requests without a seed of their own repeatable"

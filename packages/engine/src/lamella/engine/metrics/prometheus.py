@@ -3,6 +3,7 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
 
     gauges      num_requests_running, num_requests_waiting        sequences that run, that wait
                 kv_cache_usage_perc                               0 … 1
+                spec_decode_config_info                           1; the labels say methods, rule, most drafts
                 cache_config_info                                 1; the labels say block size, blocks, tokens
     counters    prompt_tokens, generation_tokens              of prompts that are done, cached tokens included; told
                 prompt_tokens_computed                            run through the model; again after a preemption
@@ -11,6 +12,14 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
                 num_preemptions, engine_steps, engine_step_seconds, engine_schedule_seconds
                 spec_decode_num_drafts, spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens,
                 spec_decode_num_accepted_tokens_per_pos{position}
+                spec_decode_num_unverified_draft_tokens           drafts made that no step checked
+                spec_decode_draft_seconds, spec_decode_verify_seconds
+                                                                  of engine_step_seconds: drafting; steps that checked
+                                                                  drafts, without their drafting
+                spec_decode_off{reason}                           decoding rows, summed over steps, without a draft:
+                                                                  request, logprobs, last_token, nothing_found,
+                                                                  not_paying, measuring, token_budget
+                spec_decode_method_draft_tokens{method}, spec_decode_method_accepted_tokens{method}
                 request_success{finished_reason}                  sequences by the way they ended
                 admission_rejections                              requests answered with 503
     histograms  time_to_first_token_seconds                       arrival at the server to the first token
@@ -20,6 +29,7 @@ instead of `vllm:`. Labels: model_name, engine (always 0 so far).
                 request_decode_time_seconds, request_inference_time_seconds
                 request_prompt_tokens, request_generation_tokens, request_params_n, request_params_max_tokens
                 iteration_tokens_total                            tokens that a step computed, drafts included
+                spec_decode_draft_length                          drafts that a decoding row checked in a step
     tiers       kv_tier_*{tier}                               one family per field of wire.TierFigures; only with tiers
                 kv_restore_seconds                                time that a request waited for what a tier gave it
                 kv_late_loads, prompt_tokens_restored
@@ -34,8 +44,8 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from lamella.engine.metrics.counters import Histogram, ServerCounters
-from lamella.engine.wire import CoreInfo, Stats
+from lamella.engine.metrics.counters import DRAFT_LENGTHS, Histogram, ServerCounters
+from lamella.engine.wire import CoreInfo, SpecInfo, Stats
 
 PREFIX = "lamella:"
 LABELS = ("model_name", "engine")
@@ -136,9 +146,55 @@ class _EngineCollector:
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
             _fill(family, self._values, histogram)
             yield family
+        if self._info.speculation is not None:
+            yield from self._speculation(self._info.speculation, stats)
         if stats.tiers:
             yield from self._tiers(stats)
         yield from self._http()
+
+    def _speculation(self, speculation: SpecInfo, stats: Stats) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            PREFIX + "spec_decode_config_info",
+            "How drafts are made and kept; another rule than standard means output that is not the model's own",
+            labels=(*LABELS, "method", "rejection_sample_method", "num_speculative_tokens", "adaptive"),
+        )
+        shown = (",".join(speculation.methods), speculation.rule, str(speculation.max_drafts))
+        info.add_metric((*self._values, *shown, str(speculation.adaptive).lower()), 1)
+        yield info
+        for name, text, value in (
+            (
+                "spec_decode_num_unverified_draft_tokens",
+                "Draft tokens made but not checked",
+                stats.spec_unverified_tokens,
+            ),
+            ("spec_decode_draft_seconds", "Time spent drafting", stats.spec_draft_seconds),
+            ("spec_decode_verify_seconds", "Time of steps that checked drafts", stats.spec_verify_seconds),
+        ):
+            yield self._counter(name, text, value)
+        for name, text, label, values in (
+            ("spec_decode_off", "Decoding rows of steps without a draft, by reason", "reason", stats.spec_off),
+            (
+                "spec_decode_method_draft_tokens",
+                "Draft tokens checked, by method",
+                "method",
+                stats.spec_method_draft_tokens,
+            ),
+            (
+                "spec_decode_method_accepted_tokens",
+                "Draft tokens accepted, by method",
+                "method",
+                stats.spec_method_accepted_tokens,
+            ),
+        ):
+            yield self._by_label(name, text, label, values)
+        lengths = Histogram(DRAFT_LENGTHS)
+        for length, count in enumerate(stats.spec_lens):
+            lengths.observe(length, count)
+        family = HistogramMetricFamily(
+            PREFIX + "spec_decode_draft_length", "Drafts that a decoding row checked in a step", labels=LABELS
+        )
+        _fill(family, self._values, lengths)
+        yield family
 
     def _tiers(self, stats: Stats) -> Iterator[Metric]:
         for name, text in TIER_GAUGES.items():

@@ -15,8 +15,11 @@ from lamella.specdec import AcceptanceStats
 log = logging.getLogger("lamella.stats")
 
 
-async def run(stats: Callable[[], Stats], interval_s: float) -> None:
-    """Log until cancelled. An interval in which nothing ran, after one in which nothing ran, is passed over."""
+async def run(stats: Callable[[], Stats], interval_s: float, rule: str = "standard") -> None:
+    """Log until cancelled. An interval in which nothing ran, after one in which nothing ran, is passed over.
+
+    rule: by which drafts are kept.
+    """
     before, since, quiet = msgspec.structs.replace(stats()), time.monotonic(), True
     while True:
         await asyncio.sleep(interval_s)
@@ -27,6 +30,8 @@ async def run(stats: Callable[[], Stats], interval_s: float) -> None:
             drafts = acceptance(after).since(acceptance(before))
             if drafts.num_drafts:
                 log.info(drafts.log_line(now - since))
+            if after.spec_lens and after.spec_lens != before.spec_lens:
+                log.info(control_line(before, after, rule))
         before, since, quiet = after, now, idle
 
 
@@ -43,6 +48,26 @@ def line(before: Stats, after: Stats, seconds: float) -> str:
         f"prefix hits {100 * hits / queries if queries else 0:.1f} %",
     )
     return ", ".join(parts)
+
+
+def control_line(before: Stats, after: Stats, rule: str = "standard") -> str:
+    """What was decided about drafts between two states, and what they took."""
+    earlier = before.spec_lens + [0] * (len(after.spec_lens) - len(before.spec_lens))
+    lens = [now - then for now, then in zip(after.spec_lens, earlier)]
+    off = {reason: count - before.spec_off.get(reason, 0) for reason, count in after.spec_off.items()}
+    rows = sum(lens)
+    parts = [
+        f"Mean length: {sum(n * count for n, count in enumerate(lens)) / rows if rows else 0.0:.2f}",
+        f"Unverified: {after.spec_unverified_tokens - before.spec_unverified_tokens} tokens",
+        f"Draft time: {after.spec_draft_seconds - before.spec_draft_seconds:.3f} s",
+        f"Verify time: {after.spec_verify_seconds - before.spec_verify_seconds:.3f} s",
+    ]
+    shares = [f"{reason} {100 * count / rows:.0f} %" for reason, count in sorted(off.items()) if count and rows]
+    if shares:
+        parts.append(f"Without drafts: {', '.join(shares)}")
+    if rule != "standard":
+        parts.append(f"Rule: {rule} (the output is not the model's own)")
+    return "SpecDecoding control: " + ", ".join(parts)
 
 
 def acceptance(stats: Stats) -> AcceptanceStats:

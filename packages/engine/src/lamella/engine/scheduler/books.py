@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lamella.engine.request import Delta, FinishReason, Request
+from lamella.engine.request import Delta, FinishReason, Request, SamplingParams, draft_limit
 from lamella.engine.scheduler.config import SchedulerConfig
 from lamella.engine.scheduler.loading import Loading
 from lamella.engine.scheduler.policy import POLICIES
@@ -30,7 +30,7 @@ from lamella.engine.scheduler.rows import Rows
 from lamella.engine.sequence import NO_STEP, Sequence, Siblings, State, make_chain
 from lamella.engine.wire import Stats
 from lamella.kvtier import TierManager
-from lamella.specdec import AcceptanceStats, AdaptiveLength
+from lamella.specdec import AcceptanceStats, AdaptiveLength, LengthStats
 
 
 class InFlight(NamedTuple):
@@ -69,8 +69,15 @@ class Books:
         self.stats = Stats()
         """All but the gauges and what acceptance holds."""
         self.acceptance = AcceptanceStats()
-        self.adaptive = AdaptiveLength(config.draft_costs) if config.max_num_drafts and config.draft_costs else None
+        self.lengths = LengthStats()
+        methods = config.draft_methods or ("",)
+        self.method_drafts = dict.fromkeys(methods, 0)
+        """Method -> draft tokens of it that were verified, and how many of them stood."""
+        self.method_accepted = dict.fromkeys(methods, 0)
+        self.adaptive: AdaptiveLength | None = None
         """Which drafts are verified; None: all."""
+        if config.max_num_drafts and config.draft_costs:
+            self.adaptive = AdaptiveLength(config.draft_costs, len(methods))
         self._draw_seed = draw_seed
         self._num_parked = 0
         self._num_requests = 0
@@ -102,6 +109,8 @@ class Books:
             self._num_sequences += 1
             if caching:
                 sequence.chain = make_chain(request, self.manager.block_size)
+            if self.config.max_num_drafts:
+                self._limit_drafts(sequence, request.params)
             siblings.sequences.append(sequence)
         self.requests[request.request_id] = siblings
         # without a block to share, waiting for a sibling gains nothing
@@ -218,9 +227,23 @@ class Books:
             spec_draft_tokens=acceptance.num_draft_tokens,
             spec_accepted_tokens=acceptance.num_accepted_tokens,
             spec_accepted_per_pos=acceptance.accepted_per_pos + [0] * unkept,
+            spec_lens=list(self.lengths.lens),
+            spec_off=dict(self.lengths.off),
+            spec_unverified_tokens=self.lengths.num_unverified,
+            spec_method_draft_tokens={name: n for name, n in self.method_drafts.items() if name},
+            spec_method_accepted_tokens={name: n for name, n in self.method_accepted.items() if name},
         )
 
     # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _limit_drafts(self, sequence: Sequence, params: SamplingParams) -> None:
+        """What the request says about its drafts."""
+        config = self.config
+        sequence.max_drafts, sequence.never_drafts = draft_limit(
+            params, config.max_num_drafts, exact=config.draft_rule_exact
+        )
+        if params.spec_method is not None:
+            sequence.draft_method = config.draft_methods.index(params.spec_method)
 
     def _queue(self, sequence: Sequence) -> None:
         """Let it wait for a row; first for a tier below the host, if one holds part of its prompt and has room."""

@@ -31,6 +31,9 @@ def commit(books: Books, output: StepOutput) -> list[Delta]:
     books.stats.steps += 1
     books.stats.step_seconds += output.seconds
     books.stats.computed_tokens += sum(step.query_lens)
+    books.stats.spec_draft_seconds += output.draft_seconds
+    if any(step.verify_lens):
+        books.stats.spec_verify_seconds += output.seconds - output.draft_seconds
     deltas = _Commit(books, step, output).run()
     if books.draining:
         books.finish_draining()
@@ -40,7 +43,19 @@ def commit(books: Books, output: StepOutput) -> list[Delta]:
 class _Commit:
     """One commit: the output's flat lists and how far they have been read."""
 
-    __slots__ = ("_books", "_deltas", "_draft_lens", "_failed", "_now", "_num_accepted", "_output", "_step")
+    __slots__ = (
+        "_books",
+        "_deltas",
+        "_draft_lens",
+        "_failed",
+        "_methods",
+        "_now",
+        "_num_accepted",
+        "_output",
+        "_rejected",
+        "_standing",
+        "_step",
+    )
 
     def __init__(self, books: Books, step: InFlight, output: StepOutput) -> None:
         self._books = books
@@ -52,6 +67,9 @@ class _Commit:
         self._draft_lens: list[int] = []
         """Drafts that each row with any verified, and how many of them stood."""
         self._num_accepted: list[int] = []
+        self._standing = self._rejected = 0
+        """Of the row at hand."""
+        self._methods = self._books.config.draft_methods or ("",)
 
     def run(self) -> list[Delta]:
         step, output, deltas = self._step, self._output, self._deltas
@@ -94,8 +112,11 @@ class _Commit:
                 sequence.held_drafts = held
                 if adaptive is not None:
                     emitted = token_ids[start:end]
-                    sequence.streak = adaptive.acceptance.observe(sequence.streak, sequence.draft_ids, emitted)
+                    acceptance = adaptive.by_method[sequence.held_method]
+                    sequence.streak = acceptance.observe(sequence.streak, sequence.draft_ids, emitted)
                     sequence.draft_ids = [] if output.draft_ids is None else output.draft_ids[drafts_start:drafts_end]
+                if output.draft_methods is not None:
+                    sequence.held_method = output.draft_methods[place]
                 if sequence.last_step == step.step_id:
                     sequence.drafts = held
         self._books.stats.generation_tokens += num_emitted
@@ -117,8 +138,13 @@ class _Commit:
         sequence.computed_len += self._step.query_lens[place] - verify_len + count - 1
         sequence.reach -= verify_len + 1 - count
         if verify_len and sequence.held_drafts:
-            self._draft_lens.append(min(verify_len, sequence.held_drafts))
+            draft_len = min(verify_len, sequence.held_drafts)
+            self._draft_lens.append(draft_len)
             self._num_accepted.append(count - 1)
+            self._standing, self._rejected = count - 1, draft_len - (count - 1)
+            method = self._methods[sequence.held_method]
+            self._books.method_drafts[method] += draft_len
+            self._books.method_accepted[method] += count - 1
 
     def _count_prompt(self, place: int, sequence: Sequence) -> None:
         """Of what this step computed, the prompt's part."""
@@ -208,6 +234,11 @@ class _Commit:
 
     def _tell(self, sequence: Sequence, token_ids: list[int], logprobs: list[Logprob] | None) -> Delta:
         delta = Delta(sequence.request_id, sequence.index, token_ids, logprobs=logprobs)
+        if self._standing or self._rejected:
+            # what a stop rule cuts off was neither given nor refused
+            delta.accepted_drafts = min(self._standing, len(token_ids))
+            delta.rejected_drafts = self._rejected
+            self._standing = self._rejected = 0
         if not sequence.started:
             self._start(sequence, delta)
         self._deltas.append(delta)
@@ -227,6 +258,9 @@ class _Commit:
         delta.queued_s = first_step_s - sequence.siblings.arrival_s
         delta.prefill_s = self._now - first_step_s
         delta.prompt_logprobs = sequence.siblings.prompt_entries
+        config = self._books.config
+        if not config.draft_rule_exact and sequence.max_drafts:
+            delta.draft_rule = config.draft_rule
 
     def _take_prompt_entries(self, sequence: Sequence) -> None:
         """Append what this step found out about the prompt; what was known from before a preemption is skipped."""

@@ -38,10 +38,20 @@ class SchedulerConfig:
     draft_costs: Sequence[tuple[int, float]] | None = None
     """(tokens, seconds) of steps, by rising tokens: as many of a row's drafts are verified as pay by it, none included.
     None: all that there are."""
+    draft_methods: tuple[str, ...] = ()
+    """Names of the drafters, in the order in which the runner numbers them; "" for one that has none."""
+    draft_rule: str = "standard"
+    """By which drafts are kept."""
+    draft_rule_exact: bool = True
+    """It keeps the target's law."""
     lookahead: int = 0
     """Slots behind the planned tokens that a drafter may write."""
     patience: Callable[[int], float] = no_patience
     """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
+
+    holds_restores: bool = False
+    """Where sequences decode, one that enters waits for its copies from the host before it computes, so that their
+    steps do not; else, and alone, its first step waits for them layer by layer."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -8,7 +8,7 @@ import msgspec
 
 from lamella.engine.errors import RequestError, UnsupportedFieldError
 from lamella.engine.packed import ids_below, pack
-from lamella.engine.request import Request
+from lamella.engine.request import Request, check_spec_method
 from lamella.engine.scheduler.config import SchedulerConfig
 from lamella.kvtier import TierManager
 
@@ -21,6 +21,7 @@ def check_request(request: Request, config: SchedulerConfig, manager: TierManage
         raise RequestError("the prompt is empty", "prompt")
     if request.adapter is not None:
         raise UnsupportedFieldError(f"adapter {request.adapter!r}: this engine serves no adapters", "adapter")
+    check_spec_method(request.params.spec_method, config.draft_methods)
     if request.priority and config.policy == "fcfs":
         raise RequestError(
             f"priority is {request.priority}, but this engine serves first come, first served; start it with "

@@ -96,7 +96,7 @@ class Scheduler:
         if config.token_cost.slope:
             # a row's token and drafts stand at reach, reach + 1, …
             budget.take_contexts(sum([s.reach * (1 + s.drafts) + s.drafts * (s.drafts + 1) // 2 for s in rows]))
-        chunks = self._chunks(budget)
+        chunks = self._chunks(budget, self._held(rows))
         new_blocks, preempted = self._cover(rows, chunks)
         if preempted:
             rows = [s for s in rows if s.state is State.RUNNING and s.reach + s.drafts < s.room]
@@ -116,7 +116,15 @@ class Scheduler:
         self._next_step_id += 1
         same = work == self._last_work
         self._last_work = work
-        return Step(step_id, books.rows.take_removed(), tuple(added), tuple(new_blocks), None if same else work)
+        readers = self._manager.copy_readers()
+        return Step(
+            step_id,
+            books.rows.take_removed(),
+            tuple(added),
+            tuple(new_blocks),
+            None if same else work,
+            waits_for_copies=bool(readers) and not readers.isdisjoint([s.id for s in batch.sequences]),
+        )
 
     def commit(self, output: StepOutput) -> list[Delta]:
         """Take the result of the oldest step in flight into the books."""
@@ -129,23 +137,48 @@ class Scheduler:
     # ---- private ---------------------------------------------------------------------------------------------------
 
     def _fit_drafts(self, rows: Seq[Sequence], budget: Budget) -> None:
-        """Verify those drafts that pay, and no more than there are tokens for."""
+        """Verify those drafts that pay, and no more than there are tokens for; count what was decided."""
         adaptive = self.books.adaptive
+        held = [s.drafts for s in rows]
+        paying = held
         if adaptive is not None:
-            chosen = adaptive.choose([s.streak for s in rows], [s.drafts for s in rows])
-            for sequence, count in zip(rows, chosen):
-                sequence.drafts = count
-        num_drafts = sum([s.drafts for s in rows])
+            paying = adaptive.choose([s.streak for s in rows], held, [s.held_method for s in rows])
+        num_drafts = sum(paying)
+        fitting = paying
         if num_drafts <= budget.left:
             budget.take_drafts(num_drafts)
-            return
-        for sequence in rows:
-            sequence.drafts = budget.take_drafts(sequence.drafts)
+        else:
+            fitting = [budget.take_drafts(count) for count in paying]
+        lengths = self.books.lengths
+        for place, (sequence, count) in enumerate(zip(rows, fitting)):
+            sequence.drafts = count
+            lengths.observe(count, held[place])
+            if not count:
+                lengths.observe_off(self._why_none(sequence, held[place], paying[place]))
 
-    def _chunks(self, budget: Budget) -> list[Chunk]:
-        """Share what is left of the budget among admitted prompts, in the order of the policy."""
+    def _why_none(self, sequence: Sequence, held: int, paying: int) -> str:
+        """A decoding row verifies no draft: the reason, as metrics name it."""
+        if sequence.never_drafts is not None:
+            return sequence.never_drafts
+        if not held:
+            return "nothing_found" if sequence.asked_drafts else "last_token"
+        if paying:
+            return "token_budget"
+        assert self.books.adaptive is not None
+        return "measuring" if self.books.adaptive.measures else "not_paying"
+
+    def _held(self, rows: Seq[Sequence]) -> set[int]:
+        """Sequences that do not compute in this step, because it would wait for their copies and rows that decode with
+        it. Empty where nothing decodes, or it waits anyway."""
+        readers = self._manager.copy_readers() if rows and self._config.holds_restores else set()
+        return readers if readers.isdisjoint([s.id for s in rows]) else set()
+
+    def _chunks(self, budget: Budget, held: set[int]) -> list[Chunk]:
+        """Share what is left of the budget among admitted prompts that are not held, in the order of the policy."""
         chunks: list[Chunk] = []
         for sequence in self.books.prefilling:
+            if sequence.id in held:
+                continue
             length = budget.take_chunk(sequence.reach, len(sequence.ids) - sequence.reach)
             if length:
                 chunks.append(Chunk(sequence, length))
@@ -184,6 +217,7 @@ class Scheduler:
     def _admit(self, batch: _Batch, budget: Budget) -> list[NewRow]:
         """Let waiting sequences in, strictly in order, as long as rows, tokens and blocks for the whole prompt last."""
         books = self.books
+        rows = batch.sequences[: len(batch.sequences) - batch.num_chunks]
         added: list[NewRow] = []
         while budget.next_chunk():
             head = books.waiting.head()
@@ -202,9 +236,12 @@ class Scheduler:
                 break
             books.waiting.leave(head)
             books.prefilling.append(head)
+            added.append(entered)
+            if head.id in self._held(rows):
+                head.last_step = batch.step_id  # that it enters with
+                continue
             chunk = Chunk(head, budget.take_chunk(head.reach, len(head.ids) - head.reach))
             batch.add_chunk(chunk)
-            added.append(entered)
         return added
 
     def _enter(self, sequence: Sequence, step_id: int, budget: Budget) -> NewRow | None:
@@ -249,6 +286,7 @@ class Scheduler:
             acquired.cached_len,
             params,
             acquired.tables,
+            draft_method=sequence.draft_method,
         )
 
     def _regroup(self) -> None:
@@ -327,6 +365,7 @@ class _Batch:
         """Drafts to make at the step's end, which the sequences then hold. The step itself emits one token for sure;
         what max_len leaves behind it is the room of the next one."""
         chosen = draft_lens.choose([s.max_len - s.reach - 1 for s in sequences])
+        chosen = [min(drafts, s.max_drafts) for s, drafts in zip(sequences, chosen)]
         for sequence, drafts in zip(sequences, chosen):
-            sequence.drafts = drafts
+            sequence.drafts = sequence.asked_drafts = drafts
         return chosen

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lamella.engine.request import Request
+from lamella.engine.request import Request, draft_limit
 from lamella.engine.server import sse
 from lamella.engine.server.body import Unsupported, decode, read_body
 from lamella.engine.server.errors import json_response
@@ -90,6 +90,12 @@ class Answer:
             "model": model,
             "system_fingerprint": state.fingerprint,
         }
+        speculation = state.client.info.speculation
+        self._speculates = speculation is not None
+        if speculation is not None and not speculation.exact:
+            params = [generation.request.params for generation in job.generations]
+            if any(draft_limit(each, speculation.max_drafts, exact=False)[0] for each in params):
+                self._head["rejection_sample_method"] = speculation.rule  # the answer is not the model's own
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._return_ids = bool(body.return_token_ids)
         options = body.stream_options
@@ -97,7 +103,7 @@ class Answer:
         self._running_usage = bool(options and options.continuous_usage_stats)
         self._opened: set[int] = set()
         """Choices of which a chunk has been sent."""
-        self._chunks = sse.Chunks(shape, self._head, include_usage=self._include_usage)
+        self._chunks = sse.Chunks(shape, self._head, include_usage=self._include_usage, speculates=self._speculates)
         self._simple = not (with_logprobs or self._return_ids or self._running_usage)
         """Chunks that carry nothing but text may take the short way."""
 
@@ -106,7 +112,8 @@ class Answer:
         return self._chunks.usage(self._job.usage) if self._include_usage else b""
 
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "choices": choices, "usage": sse.usage_json(self._job.usage)}
+        usage = sse.usage_json(self._job.usage, speculates=self._speculates)
+        return {**self._head, "choices": choices, "usage": usage}
 
     def _chunk(self, choice: int, piece: Piece, text: str, logprobs: Any, extra: dict[str, Any]) -> bytes:
         """A chunk with all that was asked for. text: the piece's, with what stands in front of it."""

@@ -143,7 +143,10 @@ class _HttpServer(uvicorn.Server):
         super().__init__(_config(state))
         tasks = [asyncio.create_task(self._watch_core()), asyncio.create_task(self._report(started))]
         if self.options.log_stats:
-            tasks.append(asyncio.create_task(throughput_log.run(lambda: client.stats, self.options.stats_interval_s)))
+            speculation = client.info.speculation
+            rule = "standard" if speculation is None else speculation.rule
+            log_stats = throughput_log.run(lambda: client.stats, self.options.stats_interval_s, rule)
+            tasks.append(asyncio.create_task(log_stats))
         # what exists now lives as long as the server: collections need not look at it
         gc.collect()
         gc.freeze()

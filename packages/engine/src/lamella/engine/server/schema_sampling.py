@@ -60,6 +60,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     use_prefix_cache: bool | None = None
     use_kv_tiers: bool | None = None
+    disable_spec_decode: bool | None = None
+    num_speculative_tokens: int | None = None
+    spec_method: str | None = None
 
 
 DIRECT = (
@@ -80,6 +83,9 @@ DIRECT = (
     "seed",
     "prompt_logprobs",
     "skip_special_tokens",
+    "disable_spec_decode",
+    "num_speculative_tokens",
+    "spec_method",
 )
 """Fields that mean the same in SamplingParams."""
 

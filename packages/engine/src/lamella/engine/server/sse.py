@@ -51,9 +51,12 @@ COMPLETION = ChunkShape("text_completion", b'"text":', b"", b'"text":""')
 class Chunks:
     """Encodes the chunks of one answer."""
 
-    def __init__(self, shape: ChunkShape, head: Mapping[str, Any], *, include_usage: bool = False) -> None:
+    def __init__(
+        self, shape: ChunkShape, head: Mapping[str, Any], *, include_usage: bool = False, speculates: bool = False
+    ) -> None:
         """head: what stands in front of the choices of a whole answer. include_usage: chunks carry a usage, null but
-        for the last one."""
+        for the last one. speculates: the usage tells of drafts."""
+        self._speculates = speculates
         # the closing brace makes room for the choices
         self._start = b"data: " + _encode({**head, "object": shape.object})[:-1]
         self._shape = shape
@@ -82,7 +85,9 @@ class Chunks:
         shape = self._shape
         content = shape.before_text + _encode(text) + shape.after_text if text else shape.without_text
         ending = {"logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
-        end = b',"usage":' + _encode(usage_json(usage)) + b"}\n\n" if usage is not None else self._end
+        end = self._end
+        if usage is not None:
+            end = b',"usage":' + _encode(usage_json(usage, speculates=self._speculates)) + b"}\n\n"
         return self._head(choice) + content + b"," + _encode(ending)[1:] + b"]" + end
 
     def raw(self, choice: int, fields: dict[str, Any], **top: Any) -> bytes:
@@ -92,7 +97,8 @@ class Chunks:
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk: no choices, the usage."""
-        return self._start + b',"choices":[],"usage":' + _encode(usage_json(usage)) + b"}\n\n"
+        encoded = _encode(usage_json(usage, speculates=self._speculates))
+        return self._start + b',"choices":[],"usage":' + encoded + b"}\n\n"
 
     def _head(self, choice: int) -> bytes:
         return self._start + b',"choices":[{"index":%d,' % choice
@@ -169,11 +175,17 @@ class EventStream:
         self._sent_s = time.monotonic()
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """A usage object."""
-    return {
+def usage_json(usage: Usage, *, speculates: bool = False) -> dict[str, Any]:
+    """A usage object. speculates: the engine drafts, and the object tells what became of it."""
+    encoded: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if speculates:
+        encoded["completion_tokens_details"] = {
+            "accepted_prediction_tokens": usage.accepted_drafts,
+            "rejected_prediction_tokens": usage.rejected_drafts,
+        }
+    return encoded

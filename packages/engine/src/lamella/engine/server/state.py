@@ -39,7 +39,7 @@ class ServerState:
         self.sampling_defaults = info.report.get("sampling defaults", {}) if defaults is None else defaults
         self.vocab_size = info.vocab_size
         self.max_model_len = info.max_model_len
-        self.intake = Intake(tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        self.intake = Intake.of_engine(tokenizer, info)
         self.counters = ServerCounters(info.max_model_len)
         self.exporter = Exporter(self.counters, info, options.served_names[0])
         self.fingerprint = f"lamella-{VERSION}"

@@ -1,6 +1,7 @@
 """Moves the blocks of a fake runner between tiers that are dictionaries: late, out of order, and not always.
 
-host → device      at once: every later step reads it; the ticket comes with the next poll
+host → device      before the next step that waits for copies, or by a poll; until then its target holds poison, and
+                   the ticket comes with a later poll. Where no runner tells of its steps: at once
 everything else    at some later poll, reading its source only then: a source that was reused shows as a wrong id
 """
 
@@ -40,16 +41,29 @@ class FakeMover:
         """By the name of the store: (group, key) -> bytes and parent."""
         self.closed = False
         self.num_moved = 0
+        self.late = False
+        """Set by whoever sees to it that before_step() is called."""
         self._events: list[TierEvent] = []
         self._pending: list[Job] = []
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take jobs over; those that a step waits for are done now."""
+        """Take jobs over; where steps do not say that they wait, what they would wait for is done now."""
         for job in jobs:
-            if isinstance(job, CopyJob) and job.target.tier == "device":
+            if not (isinstance(job, CopyJob) and job.target.tier == "device"):
+                self._pending.append(job)
+            elif not self.late:
                 self._end(job)
             else:
+                self._device(job.target.group, job.target.slot, job.num_bytes)[:] = b"\xff" * job.num_bytes
                 self._pending.append(job)
+
+    def before_step(self, step_id: int, waits: bool) -> None:
+        """The step reads what was submitted, if it waits: that is copied now."""
+        loads = [job for job in self._pending if isinstance(job, CopyJob) and job.target.tier == "device"]
+        if waits:
+            self._pending = [job for job in self._pending if job not in loads]
+            for job in loads:
+                self._end(job)
 
     def poll(self) -> list[TierEvent]:
         """What has ended, in any order."""

@@ -116,6 +116,20 @@ class Demotion:
         self._stats.bytes_in += host.slot_bytes
         return (idx, slot) if host.ready(slot) else (idx, 0)
 
+    def complete_well(self, results: Sequence[TicketResult]) -> None:
+        """complete() of copies that all ended well; what is ready now goes on to slower tiers."""
+        shared, copies, hosts, want = self._shared, self.copies, self._shared.host, self._stores.want
+        blocks: list[list[int]] = [[] for _ in hosts]
+        for result in results:
+            idx, slot, block = copies.pop(result.ticket)
+            blocks[idx].append(block)
+            if hosts[idx].ready(slot):
+                want(idx, slot)
+        for idx, ended in enumerate(blocks):
+            self._stats.bytes_in += hosts[idx].slot_bytes * len(ended)
+            for block in shared.groups[idx].pool.unpin_held(ended):
+                self._unpin(idx, block)
+
     def charge(self, tenant: str | None, num_bytes: int) -> bool:
         """Count bytes for a tenant; False, and nothing counted, if that is beyond his quota."""
         if tenant is None:

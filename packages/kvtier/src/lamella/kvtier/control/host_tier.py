@@ -198,6 +198,25 @@ class HostSlots:
             self._policy.withhold(slot)
         self.pins[slot] += 1
 
+    def pin_all(self, slots: Sequence[int]) -> None:
+        """pin() of each."""
+        state, pins, children = self.state, self.pins, self._children
+        for slot in slots:
+            assert state[slot] in (FILLING, READY, PASSING), f"slot {slot} is pinned in state {state[slot]}"
+            if not pins[slot] and not children[slot]:
+                self._policy.withhold(slot)
+            pins[slot] += 1
+
+    def unpin_all(self, slots: Sequence[int]) -> None:
+        """unpin() of each."""
+        state, pins, children = self.state, self.pins, self._children
+        for slot in slots:
+            # what hangs on a slot keeps it, so that its last pin changes nothing
+            if pins[slot] > 1 or (pins[slot] and state[slot] == READY and children[slot]):
+                pins[slot] -= 1
+            else:
+                self.unpin(slot)
+
     def unpin(self, slot: int) -> None:
         pins = self.pins[slot] - 1
         assert pins >= 0, f"slot {slot} has no pin to drop"

@@ -9,7 +9,7 @@ has failed: its target is dropped with all that hangs on it, and computed again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lamella.kvtier.control.demotion import Demotion
@@ -20,7 +20,7 @@ from lamella.kvtier.control.prefix_index import first_missing
 from lamella.kvtier.control.restores import Restores, Wanted
 from lamella.kvtier.control.stores import Stores
 from lamella.kvtier.control.transfers import Descent, Shared
-from lamella.kvtier.jobs import ClearJob, Job, LookupResult, Presence, TicketResult, TierEvent
+from lamella.kvtier.jobs import ClearJob, Job, LookupResult, Presence, TicketId, TicketResult, TierEvent
 from lamella.kvtier.keys import Key, KeyChain
 from lamella.kvtier.stats import TierStats
 
@@ -161,7 +161,25 @@ class LowerTiers:
     def complete(self, events: Iterable[TierEvent]) -> None:
         """Asserts that a ticket ends once."""
         demotion, stores, prefetch, waiters = self._demotion, self._stores, self._prefetch, self._prefetch.waiters
+        loaded, demoted, restored = prefetch.copies, demotion.copies, self._restores.copies
+        run: list[TicketResult] = []  # of one kind, all well: taken together, and in order with the others
+        kind: Container[TicketId] = ()
         for event in events:
+            if isinstance(event, TicketResult) and event.ok:
+                ticket = event.ticket
+                if run and ticket in kind and (kind is loaded or ticket not in waiters):
+                    run.append(event)
+                    continue
+                if run:
+                    self._complete_well(kind, run)
+                    run = []
+                mine = loaded if ticket in loaded else demoted if ticket in demoted else restored
+                if ticket in mine and (mine is loaded or ticket not in waiters):
+                    run, kind = [event], mine
+                    continue
+            elif run:
+                self._complete_well(kind, run)
+                run = []
             if not isinstance(event, TicketResult):
                 self._take_news(event)
                 continue
@@ -178,12 +196,15 @@ class LowerTiers:
                     self._resume()
             else:
                 assert ticket in self._restores.copies, f"ticket {ticket} ended twice, or was never given out"
-                for descent in self._restores.complete(event):
-                    holding = self._holdings.get(descent.sequence)
-                    if holding is not None and holding.below is descent:
-                        self.demote(holding)
+                self._go_on(self._restores.complete(event))
             if ticket in waiters:
                 prefetch.ended(ticket)
+        if run:
+            self._complete_well(kind, run)
+
+    def copy_readers(self) -> set[int]:
+        """Sequences that read copies to the device that have not ended."""
+        return self._restores.readers() if self._restores.active else set()
 
     def take_poisoned(self) -> list[int]:
         """Sequences that read a copy that has failed, as far as they still hold blocks."""
@@ -265,6 +286,24 @@ class LowerTiers:
         for books in self.books.values():
             books[idx].remove(key)
         self._suspect(chains, place)
+
+    def _complete_well(self, kind: Container[TicketId], run: Sequence[TicketResult]) -> None:
+        """kind: the copies of which these are."""
+        if kind is self._prefetch.copies:
+            self._prefetch.complete_well(run)
+        elif kind is self._demotion.copies:
+            self._demotion.complete_well(run)
+            if self._demotion.waiting:
+                self._resume()
+        else:
+            self._go_on(self._restores.complete_well(run))
+
+    def _go_on(self, descents: Sequence[Descent]) -> None:
+        """Nothing is in flight any more that these read: their blocks may go down."""
+        for descent in descents:
+            holding = self._holdings.get(descent.sequence)
+            if holding is not None and holding.below is descent:
+                self.demote(holding)
 
     def _resume(self) -> None:
         waiting = self._demotion.waiting

@@ -432,6 +432,11 @@ class TierManager:
         """Sequences whose loads have ended since the last call, however they ended."""
         return [] if self._below is None else self._below.take_loaded()
 
+    def copy_readers(self) -> set[SequenceId]:
+        """Sequences that read a block whose copy from the host has not ended: a step that computes any of them has to
+        wait for the copies, and no other has."""
+        return set() if self._below is None else self._below.copy_readers()
+
     def take_poisoned(self) -> list[SequenceId]:
         """Sequences that read a block whose copy from the host has failed. Nobody can hit these blocks any more, nor
         what hangs on them; the caller stops the sequences and releases them with discard."""

@@ -189,6 +189,20 @@ class Pool:
             pins[block_id] += 1
         self.pinned.update(block_ids)
 
+    def unpin_held(self, block_ids: Sequence[int]) -> list[int]:
+        """Drop one pin of those that somebody holds even so; the others, which are left as they are."""
+        refs, pins, pinned = self.refs, self.pins, self.pinned
+        left: list[int] = []
+        for block_id in block_ids:
+            if not refs[block_id]:
+                left.append(block_id)
+                continue
+            assert pins[block_id] > 0, f"block {block_id} has no pin to drop"
+            pins[block_id] -= 1
+            if not pins[block_id]:
+                pinned.remove(block_id)
+        return left
+
     def unpin(self, block_id: int) -> bool:
         """Drop one pin. True if nobody holds the block now; the caller then says keep() or discard()."""
         pins = self.pins[block_id] - 1

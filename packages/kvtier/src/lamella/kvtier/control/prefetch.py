@@ -189,6 +189,33 @@ class Prefetch:
                 if len(self._doubts) > MAX_DOUBTS:
                     del self._doubts[next(iter(self._doubts))]
 
+    def complete_well(self, results: Sequence[TicketResult]) -> None:
+        """complete() and ended() of copies that all ended well: they come by hundreds."""
+        shared, copies, waiters, one_tier = self._shared, self.copies, self.waiters, self._one_tier
+        hosts, books, want = shared.host, shared.books, self._stores.want
+        moved: dict[str, list[float]] = {}
+        for result in results:
+            ticket = result.ticket
+            name, idx, slot, key = copies.pop(ticket)
+            host = hosts[idx]
+            told = moved.get(name)
+            if told is None:
+                told = moved[name] = [0, 0.0, 0]
+            told[0] += host.slot_bytes
+            told[1] += result.seconds
+            told[2] += 1
+            if host.ready(slot):
+                if one_tier and key in books[name][idx].listed:
+                    host.unpin(slot)  # nobody lacks it
+                else:
+                    want(idx, slot)
+        for name, (num_bytes, seconds, loads) in moved.items():
+            shared.queued_bytes[name] -= int(num_bytes)
+            shared.count_load(name, int(num_bytes), seconds, int(loads))
+        for result in results:
+            if result.ticket in waiters:
+                self.ended(result.ticket)
+
     def answer(self, result: LookupResult) -> bool:
         """Whether it was an answer to its question."""
         question = self._questions.pop(result.ticket, None)

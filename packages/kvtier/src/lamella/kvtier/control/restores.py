@@ -10,6 +10,7 @@ them, or what was computed from them, reads the copies too. If one fails, all th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from lamella.kvtier.control.transfers import Descent, Shared
 from lamella.kvtier.jobs import TicketId, TicketResult
@@ -70,13 +71,18 @@ class Restores:
             num_bytes = host.slot_bytes
             sources, targets = shared.host_places[idx], shared.device_places[idx]
             listed, last_step = host.listed, pool.last_step
-            for n, block in zip(places, blocks):
-                key = keys[n]
-                slot = listed[key]
-                host.pin(slot)
-                pool.pin(block)
-                ticket = shared.copy(key, sources[slot], targets[block], num_bytes, last_step[block], None)
-                copies[ticket] = (idx, slot, block, n, restore)
+            wanted_keys = [keys[n] for n in places]
+            slots = [listed[key] for key in wanted_keys]
+            host.pin_all(slots)
+            pool.pin_all(blocks)
+            tickets = shared.copy_all(
+                wanted_keys,
+                [sources[slot] for slot in slots],
+                [targets[block] for block in blocks],
+                num_bytes,
+                [last_step[block] for block in blocks],
+            )
+            copies.update(zip(tickets, zip(repeat(idx), slots, blocks, places, repeat(restore))))
             restore.num_left += len(places)
             shared.queued_bytes["host"] += num_bytes * len(places)
         self.active.append(restore)
@@ -88,6 +94,10 @@ class Restores:
                 restore.readers.append((sequence, descent, chain))
                 if descent is not None:
                     descent.pending += 1
+
+    def readers(self) -> set[int]:
+        """Sequences that read what has not ended, or what was computed from it."""
+        return {sequence for restore in self.active for sequence, _, _ in restore.readers}
 
     def trusted_len(self, keys: Sequence[Key], num_blocks: int) -> int:
         """Leading blocks that do not depend on a copy in flight."""
@@ -114,8 +124,36 @@ class Restores:
                 self.poisoned[sequence] = None
         shared.host[idx].unpin(slot)
         self._unpin(idx, block)
-        if restore.num_left:
-            return []
+        return [] if restore.num_left else self._finish(restore)
+
+    def complete_well(self, results: Sequence[TicketResult]) -> list[Descent]:
+        """complete() of copies that all ended well: a sequence has hundreds, and they end together."""
+        copies, shared = self.copies, self._shared
+        ended: dict[int, tuple[list[int], list[int], list[float]]] = {}
+        descents: list[Descent] = []
+        for result in results:
+            idx, slot, block, _, restore = copies.pop(result.ticket)
+            restore.num_left -= 1
+            entry = ended.get(idx)
+            if entry is None:
+                entry = ended[idx] = [], [], []
+            entry[0].append(slot)
+            entry[1].append(block)
+            entry[2].append(result.seconds)
+            if not restore.num_left:
+                descents += self._finish(restore)
+        for idx, (slots, blocks, seconds) in ended.items():
+            host, pool = shared.host[idx], shared.groups[idx].pool
+            num_bytes = host.slot_bytes * len(slots)
+            shared.queued_bytes["host"] -= num_bytes
+            shared.count_load("host", num_bytes, sum(seconds), len(slots))
+            host.unpin_all(slots)
+            for block in pool.unpin_held(blocks):
+                self._unpin(idx, block)
+        return descents
+
+    def _finish(self, restore: Restore) -> list[Descent]:
+        """All its copies have ended. The readers whose blocks may go down from now on."""
         self.active.remove(restore)
         descents = [descent for _, descent, _ in restore.readers if descent is not None]
         for descent in descents:

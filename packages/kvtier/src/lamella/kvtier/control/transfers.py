@@ -87,16 +87,34 @@ class Shared:
         ]
         return tickets
 
+    def copy_all(
+        self,
+        keys: Sequence[Key],
+        sources: Iterable[Location],
+        targets: Sequence[Location],
+        num_bytes: int,
+        after_steps: Iterable[int],
+    ) -> range:
+        """copy() of each, without parents: towards the device."""
+        start = next(self._tickets)
+        tickets = range(start, start + len(targets))
+        self._tickets = count(tickets.stop)
+        self.jobs += [
+            _new(CopyJob, (ticket, key, source, target, num_bytes, after_step, None))
+            for ticket, key, source, target, after_step in zip(tickets, keys, sources, targets, after_steps)
+        ]
+        return tickets
+
     def ticket(self) -> TicketId:
         """Of a question."""
         return next(self._tickets)
 
-    def count_load(self, name: str, num_bytes: int, seconds: float) -> None:
-        """A copy from a tier has ended well; seconds that the tier was busy with it."""
+    def count_load(self, name: str, num_bytes: int, seconds: float, loads: int = 1) -> None:
+        """Copies from a tier have ended well; seconds that the tier was busy with them."""
         told = self._told[name]
         told[0] += num_bytes
         told[1] += seconds
-        told[2] += 1
+        told[2] += loads
 
     def tell_loads(self) -> None:
         """Tell the cost model and the figures of the loads since the last time: a batch's speed says more than each

@@ -15,6 +15,7 @@ import torch
 
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.errors import LayoutError
+from lamella.kvtier.jobs import CopyJob
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -73,6 +74,21 @@ class BlockMap:
                 raise LayoutError(f"group {group}: its layers differ in their numbers of blocks: {sorted(counts)}")
             self.num_blocks.append(counts.pop())
         self.order.sort()
+
+    def fault(self, job: CopyJob) -> str | None:
+        """Why this is no copy between a block and a slot of one group; None: it is."""
+        tiers = (job.source.tier, job.target.tier)
+        if tiers not in (("host", "device"), ("device", "host")):
+            return f"a device mover does not copy from {tiers[0]} to {tiers[1]}"
+        host, device = (job.source, job.target) if tiers[0] == "host" else (job.target, job.source)
+        group = host.group
+        if group != device.group or not 0 <= group < len(self.num_blocks):
+            return f"group {host.group} on the host and {device.group} on the device do not go together"
+        if not 0 <= host.slot < len(self.slots[group]):
+            return f"host slot {host.slot} of group {group}, which has {len(self.slots[group])}"
+        if not 1 <= device.slot < self.num_blocks[group]:
+            return f"block {device.slot} of group {group}, which has blocks 1 to {self.num_blocks[group] - 1}"
+        return None
 
     def max_words(self) -> int:
         """Words of the largest piece."""

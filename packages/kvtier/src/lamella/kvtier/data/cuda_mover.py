@@ -1,30 +1,101 @@
-"""Copies between caches in the memory of a CUDA device and the host tier, on side streams."""
+"""Copies between caches in the memory of a CUDA device and the host tier, on side streams.
+
+    submit ──▶ loads    layer 0 ─ mark ─ layer 1 ─ mark … mark      a step that reads them holds for each layer's mark
+           ──▶ stores   part ─ mark, part ─ mark …                  nobody holds for them
+    poll   ──▶ marks that were passed end their tickets
+
+Nothing waits on the host, and there is no thread: whoever submits launches, some microseconds a layer and less than one
+a piece, and whoever polls looks at marks. A load waits for the mark of the step that was the last to read its
+target, and for no other. Slots that are not pinned (yet) go through a StagedCopies instead.
+
+Copies that no step waits for are launched in parts, a few ahead of the device: a caller has other things to launch, and
+while a step computes for long the link stays busy. Stores wait for pinning as long as it goes on.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lamella.kvtier.data.block_map import Piece
-from lamella.kvtier.data.device_mover import DeviceMover, Rows
+from lamella.kvtier.data.block_map import BlockMap, Piece
+from lamella.kvtier.data.cuda_lanes import LOADS, STORES, CudaLanes, Lanes, Mark
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.pinning import SlabPinner
 from lamella.kvtier.data.queue import EventQueue
-from lamella.kvtier.jobs import CopyJob
+from lamella.kvtier.data.staged_copies import StagedCopies
+from lamella.kvtier.jobs import CopyJob, Location, TicketResult
 from lamella.kvtier.protocols import BlockCopier
 
+logger = logging.getLogger("lamella.kvtier")
 
-class CudaDeviceMover(DeviceMover):
-    """Same order and rules as DeviceMover; the thread only enqueues.
+PART_BYTES = 256 << 20
+"""That are launched at once where nobody waits: some milliseconds of a link, and less than one of the host."""
+MIN_PARTS, MAX_PARTS = 2, 8
+"""Of loads, and of stores, that wait on the device at once: the more, the longer the caller was away."""
+LINK_BYTES_PER_S = 50e9
+"""What may have been copied meanwhile; no more than a guess is needed."""
+LOAD_CALL_BYTES = 8 << 20
+"""That one call copies at least, where layers are small: some 150 microseconds of a link."""
+CLOSE_S = 5.0
+"""What close() waits for copies under way."""
+FIRST_SLAB_S = 2.0
+"""What measuring waits for its slots to be pinned."""
+MAX_LOOKED_AT = 256
+"""Jobs that cannot begin yet, of a queue; whoever polls does not look at more."""
+AS_GOOD = 0.93
+"""A copier that reaches so much of the fastest one's speed, and stands before it, is taken."""
 
-    wait_layer(l) makes the caller's current stream wait for the event behind layer l on the load stream. A store waits
-    for the event that after_step() left on the caller's stream. Slots that are pinned already are copied from and to
-    directly; the others go through torch's own pinned memory, in one copy more. Without a BlockCopier whole slots
-    travel, one copy of the driver per block, and are cut into layers on the device: the layers of one batch then arrive
-    together.
-    """
+
+Addresses = npt.NDArray[np.int64]
+
+
+class Pairs(NamedTuple):
+    """Blocks of one group."""
+
+    slots: Addresses  # [n]
+    blocks: Addresses  # [n]
+
+
+class Ends(NamedTuple):
+    """Where the blocks of one tensor of one layer lie: addresses, and bytes from one block to the next."""
+
+    host: int
+    host_stride: int
+    cache: int
+    cache_stride: int
+    num_bytes: int
+    """Of a block."""
+
+
+class Batch:
+    """Copies that were launched together."""
+
+    __slots__ = ("end", "error", "jobs", "marks", "next_mark", "num_bytes", "start")
+
+    def __init__(self, jobs: Sequence[CopyJob]) -> None:
+        self.jobs = jobs
+        self.num_bytes = sum(job.num_bytes for job in jobs)
+        self.marks: list[tuple[int, Mark]] = []
+        """Of loads: (place of a run of layers in their order, behind that run)."""
+        self.next_mark = 0
+        """The first that the step under way has not held for."""
+        self.error: str | None = None
+        self.start: Mark
+        self.end: Mark
+
+
+class CudaDeviceMover:
+    """Copies of one rank. The face is that of DeviceMover; any thread may call, one launches steps."""
+
+    polls = True
 
     def __init__(
         self,
@@ -34,119 +105,359 @@ class CudaDeviceMover(DeviceMover):
         events: EventQueue,
         *,
         rank: int = 0,
-        copier: BlockCopier | None = None,
+        copiers: Sequence[BlockCopier] = (),
+        lanes: Lanes | None = None,
+        pinner: SlabPinner | None = None,
     ) -> None:
-        """copier: a kernel that reads and writes pinned slots; None: copies by the driver, block by block."""
-        device = caches[layers[0][0]][0].device
-        self._device = device
-        self._copier = copier
-        self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._store_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._layer_events: dict[int, torch.cuda.Event] = {
-            layer: torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for members in layers
-            for layer in members
-        }
-        self._step_event: torch.cuda.Event | None = None
-        self._pinner = SlabPinner(buffer)
-        self._ranges = [slice(rank * size, (rank + 1) * size) for size in buffer.bytes_per_block]
-        super().__init__(buffer, layers, caches, events, rank=rank)
+        """copiers: ways to copy blocks to and from pinned slots, the one that is least in the way of others first;
+        none: everything is staged. lanes, pinner: None: those of the caches' device.
+
+        Raises LayoutError when a block of the layers is not what a slot of the buffer holds.
+        """
+        with torch.inference_mode():
+            self.map = BlockMap(buffer, layers, caches, rank)
+        self._ends = {layer: [_ends(piece) for piece in pieces] for layer, pieces in self.map.pieces.items()}
+        self._buffer = buffer
+        self._device = caches[layers[0][0]][0].device
+        self._events = events
+        self._copiers = tuple(copiers)
+        self._chosen = [copiers[0], copiers[0]] if copiers else []
+        """By lane."""
+        self._lanes: Lanes = CudaLanes(self._device) if lanes is None else lanes
+        self._pinner = SlabPinner(buffer, device=self._device) if pinner is None else pinner
+        ranges = [slice(rank * size, (rank + 1) * size) for size in buffer.bytes_per_block]
+        self._staged = StagedCopies(self.map, ranges, self._lanes, self._device, self._report)
+        self._place = {layer: place for place, (layer, _) in enumerate(self.map.order)}
+        self._lock = threading.RLock()
+        self._loads: deque[CopyJob] = deque()
+        self._stores: deque[CopyJob] = deque()
+        self._launched: tuple[deque[Batch], deque[Batch]] = (deque(), deque())
+        """By lane, in the order of the device."""
+        self._steps: dict[int, Mark] = {}
+        """Behind each step that may still run."""
+        self._last_step = -1
+        self._started = time.perf_counter()
+        """When something was last launched, or could have been."""
+        self._held: list[Batch] = []
+        """Loads that the step under way has to hold for."""
+        self._held_staged = 0
+        self._closed = False
+        self.bytes_in = 0
+        """Host to device, of jobs that ended well."""
+        self.bytes_out = 0
+        self.num_failed = 0
+        self.seconds_waited = 0.0
+        """That the host waited for staged loads."""
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[CopyJob]) -> None:
+        """Start these copies. Each ends in one TicketResult; a job that makes no sense ends as failed."""
+        failed: list[TicketResult] = []
+        with self._lock:
+            for job in jobs:
+                error = "the mover is closed" if self._closed else self.map.fault(job)
+                if error is not None:
+                    failed.append(TicketResult(job.ticket, False, error))
+                else:
+                    (self._loads if job.target.tier == "device" else self._stores).append(job)
+            self._start()
+        if failed:
+            self.num_failed += len(failed)
+            self._events.put(failed)
+
+    def poll(self) -> None:
+        """Tell of what has ended on the device, and start what waited for that."""
+        with self._lock:
+            for lane, batches in enumerate(self._launched):
+                while batches and self._has_ended(batches[0]):
+                    self._end(batches.popleft(), lane)
+            self._start()
+
+    @property
+    def busy(self) -> bool:
+        """poll() may have something to do."""
+        return bool(self._loads or self._stores or self._launched[LOADS] or self._launched[STORES])
+
+    @property
+    def queue_depth(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._loads) + len(self._stores) + self._staged.queue_depth
+
+    # ---- around a step ---------------------------------------------------------------------------------------------
+
+    def before_step(self, step_id: int, waits: bool = True) -> None:
+        """waits: from here on wait_layer() lets the step wait for the loads submitted so far. All steps before this one
+        have been launched."""
+        failed: list[TicketResult] = []
+        with self._lock:
+            self._last_step = max(self._last_step, step_id - 1)
+            if waits:
+                for job in [job for job in self._loads if job.after_step >= step_id]:
+                    # it would wait for the step that waits for it
+                    self._loads.remove(job)
+                    text = f"waits for step {job.after_step}, awaited by {step_id}"
+                    failed.append(TicketResult(job.ticket, False, text))
+            self._start(every_load=waits)
+            under_way = self._launched[LOADS] if waits else ()
+            self._held = [batch for batch in under_way if batch.marks and not batch.end.query()]
+            for batch in self._held:
+                batch.next_mark = 0
+            self._held_staged = self._staged.last_load if waits else 0
+        if failed:
+            self.num_failed += len(failed)
+            self._events.put(failed)
 
     def wait_layer(self, layer_idx: int) -> None:
-        if not self._awaiting or layer_idx not in self._layer_events:
+        """What the current stream is given from now on waits until this layer is there, of every load submitted before
+        before_step(). Staged loads are waited for here, all layers at once."""
+        if self._held_staged:
+            start = time.perf_counter()
+            self._staged.wait(self._held_staged)
+            self.seconds_waited += time.perf_counter() - start
+            self._held_staged = 0
+        if not self._held or layer_idx not in self._place:
             return
-        super().wait_layer(layer_idx)  # until the copies are enqueued
-        torch.cuda.current_stream(self._device).wait_event(self._layer_events[layer_idx])
+        place = self._place[layer_idx]
+        for batch in self._held:
+            mark: Mark | None = None
+            while batch.next_mark < len(batch.marks) and batch.marks[batch.next_mark][0] <= place:
+                mark = batch.marks[batch.next_mark][1]
+                batch.next_mark += 1
+            if mark is not None:
+                self._lanes.hold(mark)
+        if self._held[-1].next_mark == len(self._held[-1].marks):  # a lane keeps order
+            self._held = []
+
+    def after_step(self, step_id: int) -> None:
+        """This step has been launched: what it wrote may be copied behind it."""
+        with self._lock:
+            self._steps[step_id] = self._lanes.mark()
+            self._last_step = max(self._last_step, step_id)
+            for old in list(self._steps)[:-1]:
+                if not self._steps[old].query():
+                    break
+                del self._steps[old]
+            self._start()
 
     def close(self) -> None:
-        super().close()
-        self._pinner.close()
+        """End what is under way, at most some seconds; what has not begun ends as failed, and the slab is unpinned."""
+        with self._lock:
+            self._closed = True
+            left = [*self._loads, *self._stores]
+            self._loads.clear()
+            self._stores.clear()
+        self._report(left, "the mover is closed", 0.0)
+        end = time.monotonic() + CLOSE_S
+        while self.busy and time.monotonic() < end:
+            self.poll()
+            time.sleep(1e-4)
+        if self._staged.close() and not self.busy:
+            self._pinner.close()  # else the device still reads or writes the slab
 
-    def _note_step(self, step_id: int) -> None:
-        super()._note_step(step_id)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._step_event = event
+    def stats(self) -> dict[str, Any]:
+        """Bytes host → device in, device → host out; jobs waiting; failures; seconds that the host waited; how blocks
+        are copied; bytes of the slab that are pinned, and bytes that went through a staging buffer."""
+        return {
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "queue_depth": self.queue_depth,
+            "failures": self.num_failed,
+            "seconds_waited": self.seconds_waited,
+            "copied_by": tuple(copier.name for copier in self._chosen) or ("staging",),
+            "bytes_pinned": self._pinner.num_bytes,
+            "bytes_staged": self._staged.num_bytes,
+        }
 
-    def _rows(self, jobs: Sequence[CopyJob]) -> dict[int, Rows]:
-        loads = jobs[0].target.tier == "device"
-        stream = self._load_stream if loads else self._store_stream
-        if self._step_event is not None:
-            stream.wait_event(self._step_event)
-        made: dict[int, Rows] = {}
-        with torch.cuda.stream(stream):
-            for group, rows in super()._rows(jobs).items():
-                pairs = torch.stack((rows.slots, rows.blocks) if loads else (rows.blocks, rows.slots), 1)
-                on_device = pairs.pin_memory().to(self._device, non_blocking=True)
-                staging: torch.Tensor | None = None
-                if self._copier is None or not self._is_pinned(rows):
-                    size = self.map.slots[group].shape[1]
-                    staging = torch.empty(len(rows.slots), size, dtype=torch.uint8, device=self._device)
-                    if loads:
-                        self._stage(rows, staging)
-                made[group] = rows._replace(pairs=on_device, staging=staging)
-        return made
+    # ---- at the start ----------------------------------------------------------------------------------------------
 
-    def _stage(self, rows: Rows, staging: torch.Tensor) -> None:
-        """Whole slots to the device: one copy of the driver per block."""
-        slots = self.map.slots[rows.group]
-        if not self._is_pinned(rows):
-            staging.copy_(slots[rows.slots].pin_memory(), non_blocking=True)
+    def measure(self, group: int, count: int) -> float | None:
+        """Bytes per second of loads of so many blocks of a group, and from now on the copiers that suit loads and
+        stores best. Nothing may be under way; the first slots, and blocks from 1 on, hold anything afterwards. None: no
+        copy went well."""
+        size = self._buffer.bytes_per_block[group]
+        host, device = [[Location(tier, group, first + n) for n in range(count)] for tier, first in _FIRST]
+        jobs = [
+            [CopyJob(-1 - n, b"", h, d, size) for n, (h, d) in enumerate(zip(host, device))],
+            [CopyJob(-1 - n, b"", d, h, size) for n, (h, d) in enumerate(zip(host, device))],
+        ]
+        if not self._copiers or not self._pinner.wait_for(group, count, FIRST_SLAB_S):
+            return self._measure_staged(jobs[LOADS])
+        told: list[float] = []
+        for lane in (STORES, LOADS):  # the slots' pages exist by then
+            rates = [self._rate(jobs[lane], lane, copier) for copier in self._copiers]
+            if not max(rates):
+                logger.warning("blocks of the KV tier go through a staging buffer: no copier works here")
+                self._chosen = []
+                return self._measure_staged(jobs[LOADS])
+            self._chosen[lane] = next(c for c, rate in zip(self._copiers, rates) if rate >= AS_GOOD * max(rates))
+            told.append(max(rates))
+        return told[-1]
+
+    # ---- private ---------------------------------------------------------------------------------------------------
+
+    def _rate(self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier) -> float:
+        """Bytes per second; 0: it failed."""
+        seconds = 0.0
+        for _ in range(2):  # the first time kernels are loaded
+            batch = self._launch(jobs, lane, copier)
+            batch.end.synchronize()
+            if batch.error is not None:
+                return 0.0
+            seconds = batch.start.elapsed_time(batch.end) / 1e3
+        return batch.num_bytes / seconds if seconds else 0.0
+
+    def _measure_staged(self, jobs: Sequence[CopyJob]) -> float | None:
+        failed = self.num_failed
+        start = time.perf_counter()
+        self._staged.submit(jobs, True, None)
+        self._staged.wait(self._staged.last_load)
+        seconds = time.perf_counter() - start
+        self._events.take()  # of tickets that nobody has
+        return sum(job.num_bytes for job in jobs) / seconds if self.num_failed == failed else None
+
+    def _start(self, every_load: bool = False) -> None:
+        """Launch what can be launched, in parts, unless a step is to wait for every load."""
+        now = time.perf_counter()
+        away_s, self._started = now - self._started, now
+        parts = min(MAX_PARTS, MIN_PARTS + int(away_s * LINK_BYTES_PER_S / PART_BYTES))
+        while self._loads and (every_load or len(self._launched[LOADS]) < parts):
+            ready = self._take(self._loads, 1 << 62 if every_load else PART_BYTES)
+            pinned = [job for job in ready if self._is_pinned(job.source)]
+            if pinned:
+                self._launched[LOADS].append(self._launch(pinned, LOADS))
+            if len(pinned) < len(ready):
+                staged = [job for job in ready if not self._is_pinned(job.source)]
+                self._staged.submit(staged, True, self._mark_of(staged))
+            if not ready:
+                break
+        while self._stores and self._chosen and len(self._launched[STORES]) < parts:
+            part = self._take(self._stores, PART_BYTES, pinned=True)
+            if not part:
+                break
+            self._launched[STORES].append(self._launch(part, STORES))
+        if self._stores and (self._pinner.ended or not self._chosen):
+            staged = self._take(self._stores, 1 << 62, pinned=False)
+            if staged:
+                self._staged.submit(staged, False, self._mark_of(staged))
+
+    def _take(self, queue: deque[CopyJob], limit: int, pinned: bool | None = None) -> list[CopyJob]:
+        """Jobs that may begin, up to so many bytes; the others keep their order. pinned: only stores to slots that are,
+        or are not."""
+        taken: list[CopyJob] = []
+        kept: list[CopyJob] = []
+        num_bytes = 0
+        while queue and num_bytes < limit and len(kept) < MAX_LOOKED_AT:
+            job = queue.popleft()
+            if job.after_step <= self._last_step and pinned in (None, self._is_pinned(job.target)):
+                taken.append(job)
+                num_bytes += job.num_bytes
+            else:
+                kept.append(job)
+        queue.extendleft(reversed(kept))
+        return taken
+
+    def _is_pinned(self, place: Location) -> bool:
+        return bool(self._chosen) and self._pinner.covers(place.group, place.slot)
+
+    def _mark_of(self, jobs: Sequence[CopyJob]) -> Mark | None:
+        """Of the last step that they wait for; None: it has ended."""
+        return self._steps.get(max(job.after_step for job in jobs))
+
+    def _launch(self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier | None = None) -> Batch:
+        copier = self._chosen[lane] if copier is None else copier
+        lanes, batch = self._lanes, Batch(jobs)
+        behind = self._mark_of(jobs)
+        if behind is not None:
+            lanes.hold_lane(lane, behind)
+        batch.start = lanes.mark_lane(lane, timed=True)
+        pairs = _pairs(jobs)
+        try:
+            with torch.inference_mode(), lanes.on(lane):
+                for places in self._runs(pairs, lane):
+                    self._copy_layers(places, pairs, lane, copier)
+                    if lane == LOADS:
+                        batch.marks.append((places[0], lanes.mark_lane(lane)))
+        except (RuntimeError, ValueError) as problem:
+            batch.error = f"copy failed: {problem}"  # told when what was launched before has ended
+        batch.end = lanes.mark_lane(lane, timed=True)
+        return batch
+
+    def _runs(self, pairs: Mapping[int, Pairs], lane: int) -> list[list[int]]:
+        """Places of layers that are copied by one call, and held for together: stores all, loads as many as have some
+        MiB, for a call costs as much as that."""
+        runs: list[list[int]] = []
+        num_bytes = 0
+        for place, (layer, group) in enumerate(self.map.order):
+            if group not in pairs:
+                continue
+            if not runs or (num_bytes >= LOAD_CALL_BYTES and lane == LOADS):
+                runs.append([])
+                num_bytes = 0
+            runs[-1].append(place)
+            num_bytes += sum(end.num_bytes for end in self._ends[layer]) * len(pairs[group].slots)
+        return runs
+
+    def _copy_layers(self, places: Sequence[int], pairs: Mapping[int, Pairs], lane: int, copier: BlockCopier) -> None:
+        by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
+        for place in places:
+            layer, group = self.map.order[place]
+            slots, blocks = pairs[group]
+            for end in self._ends[layer]:
+                host, cache = end.host + slots * end.host_stride, end.cache + blocks * end.cache_stride
+                by_size.setdefault(end.num_bytes, []).append((host, cache) if lane == LOADS else (cache, host))
+        for num_bytes, addresses in by_size.items():
+            sources, targets = (np.concatenate(part) for part in zip(*addresses))
+            copier.copy(sources, targets, num_bytes, self._device, loads=lane == LOADS)
+
+    def _has_ended(self, batch: Batch) -> bool:
+        try:
+            return batch.end.query()
+        except RuntimeError as problem:  # the device is lost, and every step will say so
+            batch.error = f"copy failed: {problem}"
+            return True
+
+    def _end(self, batch: Batch, lane: int) -> None:
+        seconds = 0.0 if batch.error is not None else batch.start.elapsed_time(batch.end) / 1e3
+        if batch in self._held:
+            self._held.remove(batch)
+        self._report(batch.jobs, batch.error, seconds)
+
+    def _report(self, jobs: Sequence[CopyJob], error: str | None, seconds: float) -> None:
+        """seconds is of the batch: each job is told its share, so that bytes by seconds is the speed."""
+        if not jobs:
             return
-        for row, slot in enumerate(rows.slots.tolist()):
-            staging[row].copy_(slots[slot], non_blocking=True)
-
-    def _unstage(self, rows: Rows, staging: torch.Tensor) -> None:
-        """Only this rank's bytes of a slot: other ranks write theirs."""
-        slots = self.map.slots[rows.group][:, self._ranges[rows.group]]
-        staging = staging[:, self._ranges[rows.group]]
-        if not self._is_pinned(rows):
-            slots.index_copy_(0, rows.slots, staging.cpu())
-            return
-        for row, slot in enumerate(rows.slots.tolist()):
-            slots[slot].copy_(staging[row], non_blocking=True)
-
-    def _load_layer(self, layer: int, rows: Rows) -> None:
-        assert rows.pairs is not None
-        with torch.cuda.stream(self._load_stream):
-            for piece in self.map.pieces[layer]:
-                if rows.staging is not None:
-                    piece.cache.index_copy_(0, rows.pairs[:, 1], _part(rows.staging, piece))
-                elif self._copier is not None:
-                    self._copier.copy(piece.host, piece.cache, rows.pairs)
-        self._layer_events[layer].record(self._load_stream)
-
-    def _store_layer(self, layer: int, rows: Rows) -> None:
-        assert rows.pairs is not None
-        with torch.cuda.stream(self._store_stream):
-            for piece in self.map.pieces[layer]:
-                if rows.staging is not None:
-                    _part(rows.staging, piece).copy_(piece.cache.index_select(0, rows.pairs[:, 0]))
-                elif self._copier is not None:
-                    self._copier.copy(piece.cache, piece.host, rows.pairs)
-
-    def _rest(self, seconds: float) -> None:
-        """The link is not the step's."""
-
-    def _finish(self, rows: Sequence[Rows], *, loads: bool) -> None:
-        """Waits on this thread; loads that come while a store runs go first."""
-        stream = self._load_stream if loads else self._store_stream
-        with torch.cuda.stream(stream):
-            for part in rows:
-                if part.staging is not None and not loads:
-                    self._unstage(part, part.staging)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        while not event.query():  # type: ignore[no-untyped-call]
-            if not loads and self._loads:
-                self._run_loads()
-            time.sleep(20e-6)
-
-    def _is_pinned(self, rows: Rows) -> bool:
-        return self._pinner.covers(rows.group, int(rows.slots.max()))
+        num_bytes = sum(job.num_bytes for job in jobs)
+        with self._lock:
+            if error is not None:
+                self.num_failed += len(jobs)
+            elif jobs[0].target.tier == "device":
+                self.bytes_in += num_bytes
+            else:
+                self.bytes_out += num_bytes
+        share = seconds / len(jobs)
+        self._events.put([TicketResult(job.ticket, error is None, error, share) for job in jobs])
 
 
-def _part(staging: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """[n, num_words]: the bytes of a piece in slots on the device."""
-    num_bytes = piece.cache.shape[1] * piece.cache.element_size()
-    return staging[:, piece.start : piece.start + num_bytes].view(piece.cache.dtype)
+_FIRST: tuple[tuple[Any, int], ...] = (("host", 0), ("device", 1))
+"""Where measuring begins: block 0 of a device is nobody's."""
+
+
+def _pairs(jobs: Sequence[CopyJob]) -> dict[int, Pairs]:
+    """By group."""
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for source, target in [(job.source, job.target) for job in jobs]:
+        host, device = (source, target) if target.tier == "device" else (target, source)
+        pairs.setdefault(host.group, []).append((host.slot, device.slot))
+    return {group: Pairs(*np.asarray(numbers, np.int64).T) for group, numbers in pairs.items()}
+
+
+def _ends(piece: Piece) -> Ends:
+    size = piece.cache.element_size()
+    return Ends(
+        piece.host.data_ptr(),
+        piece.host.stride(0) * size,
+        piece.cache.data_ptr(),
+        piece.cache.stride(0) * size,
+        piece.cache.shape[1] * size,
+    )

@@ -49,12 +49,13 @@ class Rows(NamedTuple):
     group: int
     slots: torch.Tensor  # [n] int64
     blocks: torch.Tensor  # [n] int64
-    pairs: torch.Tensor | None = None  # [n, 2] int64 on the device, (source, target): where the device is not the CPU
-    staging: torch.Tensor | None = None  # [n, slot_bytes] uint8 on the device: whole slots on their way
 
 
 class DeviceMover:
     """Copies of one rank, on one thread."""
+
+    polls = False
+    """Its thread tells of what has ended."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class DeviceMover:
         failed: list[TicketResult] = []
         with self._changed:
             for job in jobs:
-                error = "the mover is closed" if self._closed else self._fault(job)
+                error = "the mover is closed" if self._closed else self.map.fault(job)
                 if error is not None:
                     failed.append(TicketResult(job.ticket, False, error))
                     continue
@@ -117,6 +118,14 @@ class DeviceMover:
             self.num_failed += len(failed)
             self._events.put(failed)
 
+    def poll(self) -> None:
+        """There is nothing to look at."""
+
+    @property
+    def busy(self) -> bool:
+        """poll() may have something to do."""
+        return False
+
     @property
     def queue_depth(self) -> int:
         """Jobs that have not begun."""
@@ -124,20 +133,20 @@ class DeviceMover:
 
     # ---- around a step ---------------------------------------------------------------------------------------------
 
-    def before_step(self, step_id: int) -> None:
-        """From here on wait_layer() waits for the loads submitted so far. Steps run one after the other: all before
-        this one have run."""
+    def before_step(self, step_id: int, waits: bool = True) -> None:
+        """waits: from here on wait_layer() waits for the loads submitted so far. Steps run one after the other: all
+        before this one have run."""
         failed: list[TicketResult] = []
         with self._changed:
             self._note_step(step_id - 1)
-            for queued in [queued for queued in self._loads if queued.job.after_step >= step_id]:
+            for queued in [queued for queued in self._loads if waits and queued.job.after_step >= step_id]:
                 # it would wait for the step that waits for it
                 self._loads.remove(queued)
                 after = queued.job.after_step
                 failed.append(TicketResult(queued.job.ticket, False, f"waits for step {after}, awaited by {step_id}"))
             self._mark = self._num_submitted
             self._in_step = True
-            self._awaiting = bool(self._loads) or self._running != 0
+            self._awaiting = waits and (bool(self._loads) or self._running != 0)
             self._changed.notify_all()
         if failed:
             self.num_failed += len(failed)
@@ -182,7 +191,7 @@ class DeviceMover:
             "seconds_waited": self.seconds_waited,
         }
 
-    # ---- seams of the device ---------------------------------------------------------------------------------------
+    # ---- the copies ------------------------------------------------------------------------------------------------
 
     def _note_step(self, step_id: int) -> None:
         self._last_step = max(self._last_step, step_id)
@@ -217,9 +226,6 @@ class DeviceMover:
             self._changed.wait_for(
                 lambda: self._closed or not self._in_step or bool(self._loads), seconds * (1 / STORE_DUTY - 1)
             )
-
-    def _finish(self, rows: Sequence[Rows], *, loads: bool) -> None:
-        """Return when the copies of this batch have ended."""
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -277,7 +283,6 @@ class DeviceMover:
                     self._layers_done = done
                     if self._awaiting:
                         self._changed.notify_all()
-            self._finish(list(rows.values()), loads=True)
         except (RuntimeError, IndexError, ValueError) as problem:
             error = f"copy to the device failed: {problem}"
         self._report(jobs, error, time.perf_counter() - start)
@@ -306,9 +311,6 @@ class DeviceMover:
                     spent = time.perf_counter() - start
                     seconds += spent
                     self._rest(spent)
-            start = time.perf_counter()
-            self._finish(list(rows.values()), loads=False)
-            seconds += time.perf_counter() - start
         except (RuntimeError, IndexError, ValueError) as problem:
             error = f"copy from the device failed: {problem}"
         self._report(jobs, error, seconds)
@@ -336,17 +338,3 @@ class DeviceMover:
         if self._loads and self._loads[0].number <= self._mark:
             return False
         return not self._running or self._running > self._mark or self._layers_done > place
-
-    def _fault(self, job: CopyJob) -> str | None:
-        tiers = (job.source.tier, job.target.tier)
-        if tiers not in (("host", "device"), ("device", "host")):
-            return f"a device mover does not copy from {tiers[0]} to {tiers[1]}"
-        host, device = (job.source, job.target) if tiers[0] == "host" else (job.target, job.source)
-        group = host.group
-        if group != device.group or not 0 <= group < len(self.map.num_blocks):
-            return f"group {host.group} on the host and {device.group} on the device do not go together"
-        if not 0 <= host.slot < self._buffer.num_slots[group]:
-            return f"host slot {host.slot} of group {group}, which has {self._buffer.num_slots[group]}"
-        if not 1 <= device.slot < self.map.num_blocks[group]:
-            return f"block {device.slot} of group {group}, which has blocks 1 to {self.map.num_blocks[group] - 1}"
-        return None

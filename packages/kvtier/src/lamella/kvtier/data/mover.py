@@ -10,6 +10,7 @@ submit ─┬ device ⇄ host            DeviceMover, or CudaDeviceMover by wher
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from lamella.kvtier.data.cuda_mover import CudaDeviceMover
 from lamella.kvtier.data.device_mover import DeviceMover
 from lamella.kvtier.data.disk_mover import BlockStore, DiskMover, RecordCodec
+from lamella.kvtier.data.driver_copier import driver_copier
 from lamella.kvtier.data.external_mover import ExternalMover
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.queue import EventQueue
@@ -25,8 +27,12 @@ from lamella.kvtier.data.store_mover import StoreMover
 from lamella.kvtier.jobs import ClearJob, CopyJob, Job, Location, LookupJob, LookupResult, TicketResult, TierEvent
 from lamella.kvtier.protocols import BlockCopier, ExternalManager
 
-MEASURED_BYTES = 32 << 20
+MEASURED_BYTES, MEASURED_BYTES_ON_CUDA = 32 << 20, 64 << 20
 """A start measures the link over so much."""
+POLL_S = 50e-6
+"""A device is asked so often while somebody waits for it."""
+
+MakeDevice = Callable[..., "DeviceMover | CudaDeviceMover"]
 
 
 class TierMover:
@@ -42,14 +48,16 @@ class TierMover:
         max_disk_writes: int = 256,
         codec: RecordCodec | None = None,
         external_options: dict[str, Any] | None = None,
-        copier: BlockCopier | None = None,
+        copiers: Sequence[BlockCopier] | None = None,
+        make_device: MakeDevice | None = None,
         on_event: Callable[[], None] | None = None,
     ) -> None:
         """fingerprint: 16 bytes, of the layout; names and frames of external managers carry it (the disk store has its
         own). store: a DiskStore, which this mover closes. externals: (name, what makes the manager). codec: another
-        form of records on disk, such as Fp8Codec. external_options: of ExternalMover (time-outs, limits). copier: a
-        kernel for scattered copies on CUDA. on_event: called on a mover's thread when something ended after all had
-        been polled.
+        form of records on disk, such as Fp8Codec. external_options: of ExternalMover (time-outs, limits). copiers: ways
+        to copy blocks on CUDA, what is least in others' way first; None: the driver's. make_device: what bind() makes
+        in place of the mover that suits the caches, with the same arguments. on_event: called on a mover's thread when
+        something ended after all had been polled.
         """
         self.buffer = buffer
         self._events = EventQueue(on_event)
@@ -61,8 +69,9 @@ class TierMover:
             for name, make in externals
         ]
         self._stores = StoreMover(self._events, disk, movers)
-        self._copier = copier
-        self._device: DeviceMover | None = None
+        self._copiers = copiers
+        self._make_device = make_device
+        self._device: DeviceMover | CudaDeviceMover | None = None
         self._closed = False
 
     def bind(self, layers: Sequence[Sequence[int]], caches: Sequence[Sequence[torch.Tensor]], *, rank: int = 0) -> None:
@@ -72,22 +81,25 @@ class TierMover:
         Raises LayoutError when a block of the layers is not what a slot of the buffer holds.
         """
         assert self._device is None, "bind() comes once"
-        if caches[layers[0][0]][0].is_cuda:
-            self._device = CudaDeviceMover(self.buffer, layers, caches, self._events, rank=rank, copier=self._copier)
-        else:
-            self._device = DeviceMover(self.buffer, layers, caches, self._events, rank=rank)
+        make: MakeDevice = self._make_device or (self._cuda_mover if caches[layers[0][0]][0].is_cuda else DeviceMover)
+        self._device = make(self.buffer, layers, caches, self._events, rank=rank)
 
-    def measure_link(self, max_bytes: int = MEASURED_BYTES) -> float | None:
-        """Bytes per second from host to device, of blocks of the group that has the largest.
+    def measure_link(self, max_bytes: int | None = None) -> float | None:
+        """Bytes per second from host to device, of blocks of the group that has the largest. On CUDA it also finds the
+        best way to copy.
 
         Before anything was submitted: what its first slots and blocks hold is undefined afterwards. None: nothing is
         bound, or it cannot be copied.
         """
         if self._device is None:
             return None
+        if max_bytes is None:
+            max_bytes = MEASURED_BYTES_ON_CUDA if isinstance(self._device, CudaDeviceMover) else MEASURED_BYTES
         sizes = self.buffer.bytes_per_block
         group = max(range(len(sizes)), key=lambda n: sizes[n])
         count = min(self.buffer.num_slots[group], self._device.map.num_blocks[group] - 1, max_bytes // sizes[group])
+        if isinstance(self._device, CudaDeviceMover):
+            return self._device.measure(group, count) if count > 0 else None
         seconds: list[float] = []
         failed = False
         for _ in range(2 if count > 0 else 0):  # memory that was never touched is slow the first time
@@ -134,11 +146,24 @@ class TierMover:
 
     def poll(self) -> list[TierEvent]:
         """What ended since the last call."""
+        if self._device is not None and self._device.busy:
+            self._device.poll()
         return self._events.take()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until poll() has something to say; False: it has not after timeout_s."""
-        return self._events.wait(timeout_s)
+        device = self._device
+        if device is None or not device.polls:
+            return self._events.wait(timeout_s)
+        end = time.monotonic() + timeout_s
+        while True:
+            if device.busy:
+                device.poll()
+            left = end - time.monotonic()
+            if self._events.wait(max(0.0, min(left, POLL_S) if device.busy else left)):
+                return True
+            if left <= 0.0:
+                return False
 
     def wait_told(self, timeout_s: float) -> bool:
         """Wait until poll() has, or had, the Presence of everything that the disk held when it was opened; False: not
@@ -147,10 +172,10 @@ class TierMover:
 
     # ---- for the runner --------------------------------------------------------------------------------------------
 
-    def before_step(self, step_id: int) -> None:
-        """The step waits, layer by layer, for all host → device jobs submitted so far."""
+    def before_step(self, step_id: int, waits: bool = True) -> None:
+        """waits: the step waits, layer by layer, for all host → device jobs submitted so far."""
         if self._device is not None:
-            self._device.before_step(step_id)
+            self._device.before_step(step_id, waits)
 
     def wait_layer(self, layer_idx: int) -> None:
         """Return once this layer of those jobs is there (on CUDA: once the current stream will wait for it)."""
@@ -172,6 +197,13 @@ class TierMover:
         if self._device is not None:
             self._device.close()
         self._stores.close()
+
+    def _cuda_mover(self, *args: Any, **options: Any) -> CudaDeviceMover:
+        copiers = self._copiers
+        if copiers is None:
+            engines = driver_copier()
+            copiers = () if engines is None else (engines,)
+        return CudaDeviceMover(*args, **options, copiers=copiers)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Per tier ("host" is device ⇄ host, "disk", the managers by name): bytes, queue depth, failures."""

@@ -106,25 +106,38 @@ def _lowest(winners: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _choose(logits: torch.Tensor, choice: Choice, rows: npt.NDArray[np.int64], narrow: bool) -> torch.Tensor:
     """Ids [n] int32 of logits [n, V], which belong to the given rows of choice. narrow: some top-k or top-p."""
+    values, token_ids, keep = kept(logits, choice, rows, narrow)
+    keys = _column(choice.keys.view(np.int64), rows, logits)
+    positions = _column(choice.positions.astype(np.int64), rows, logits)
+    temperature = _column(choice.temperature, rows, logits)
+    score = values.double() / temperature.double() + gumbel(keys, positions, token_ids, choice.salt)
+    score = torch.where(keep, score, -torch.inf)
+    return _lowest(score == score.amax(dim=-1, keepdim=True), token_ids)
+
+
+def kept(
+    logits: torch.Tensor, choice: Choice, rows: npt.NDArray[np.int64], narrow: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What min-p, top-k and top-p leave of logits [n, V], which belong to the given rows of choice, none of them
+    greedy: (logits, ids, whether kept), each [n, m]. narrow: some top-k or top-p; then the best come first."""
     device, vocab_size = logits.device, logits.shape[1]
-
-    def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values[rows]).to(device)[:, None]
-
     top_k = np.where(choice.top_k > 0, choice.top_k, vocab_size)
     if narrow:
         values, token_ids = best(logits, int(top_k[rows].max()))
     else:
         values, token_ids = logits, torch.arange(vocab_size, device=device).expand_as(logits)
     top = values.amax(dim=-1, keepdim=True)
-    temperature = column(choice.temperature)
-    keep = values.double() >= min_p_cutoff(top, temperature, column(choice.log_min_p))
+    log_min_p = _column(choice.log_min_p, rows, logits)
+    keep = values.double() >= min_p_cutoff(top, _column(choice.temperature, rows, logits), log_min_p)
     if narrow:
-        keep &= torch.arange(values.shape[1], device=device) < column(top_k)
-        top_p = column(choice.top_p)
-        masses = mass(values, top, column(choice.inverse_temperature), mass_bits(vocab_size))
+        keep &= torch.arange(values.shape[1], device=device) < _column(top_k, rows, logits)
+        top_p = _column(choice.top_p, rows, logits)
+        inverse_temperature = _column(choice.inverse_temperature, rows, logits)
+        masses = mass(values, top, inverse_temperature, mass_bits(vocab_size))
         keep &= prefix_of_mass(torch.where(keep, masses, 0.0), top_p) | (top_p >= 1.0)
-    keys, positions = column(choice.keys.view(np.int64)), column(choice.positions.astype(np.int64))
-    score = values.double() / temperature.double() + gumbel(keys, positions, token_ids, choice.salt)
-    score = torch.where(keep, score, -torch.inf)
-    return _lowest(score == score.amax(dim=-1, keepdim=True), token_ids)
+    return values, token_ids, keep
+
+
+def _column(values: npt.NDArray[np.generic], rows: npt.NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
+    """values of these rows, [n, 1], where the logits are."""
+    return torch.from_numpy(values[rows]).to(like.device)[:, None]

@@ -21,6 +21,7 @@ from lamella.runner_v2.sampling.bias import Bias
 from lamella.runner_v2.sampling.choice import ChoiceTable
 from lamella.runner_v2.sampling.host import pick_kernels
 from lamella.runner_v2.sampling.kernels import SamplingKernels
+from lamella.runner_v2.sampling.law import sampled_law
 from lamella.runner_v2.sampling.logprobs import NONE, token_logprobs
 from lamella.runner_v2.sampling.masks import RowMasks, locate
 from lamella.runner_v2.sampling.params import RowParams
@@ -107,6 +108,13 @@ class Sampler:
         if asked is None:
             return SampleResult(ids, status)
         return SampleResult(ids, status, self._logprobs(logits, asked, ids, status))
+
+    def law(
+        self, logits: torch.Tensor, layout: LogitsRows, ids: torch.Tensor
+    ) -> torch.Tensor:  # [L, V] float32, [L] int32 -> [L, V] float32
+        """Probabilities that the ids were sampled by, from logits that sample() has edited, or had nothing to edit
+        of."""
+        return sampled_law(logits, ids, self._choice.gather(layout))
 
     def advance(self, rows: Sequence[int], num_tokens: Sequence[int], token_ids: Sequence[int]) -> None:
         """These device rows emitted so many tokens each (accepted drafts + 1; 0: none), one after another in

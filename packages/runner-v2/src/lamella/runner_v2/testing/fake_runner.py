@@ -141,7 +141,18 @@ def _mix(word: int) -> int:
 class _Row:
     """A device row."""
 
-    __slots__ = ("computed_len", "drafts", "failed", "generation", "ids", "params", "prompt_len", "tables")
+    __slots__ = (
+        "computed_len",
+        "draft_method",
+        "drafts",
+        "failed",
+        "generation",
+        "ids",
+        "method",
+        "params",
+        "prompt_len",
+        "tables",
+    )
 
     def __init__(self, new: NewRow) -> None:
         self.generation = new.generation
@@ -151,6 +162,9 @@ class _Row:
         self.params = new.params
         self.tables = [list(table) for table in new.blocks]
         self.drafts: list[int] = []
+        self.method = 0
+        """Which "drafter" made them."""
+        self.draft_method = new.draft_method
         self.failed: str | None = None
         """What it computes from now on is rubbish; steps that were planned before this was known still have it."""
 
@@ -175,9 +189,10 @@ class FakeRunner:
         lookahead: int = 0,
         free_bytes: int = 1 << 20,
         row_format: str = "fake",
+        num_methods: int = 1,
     ) -> None:
         """max_num_drafts: most drafts that a row makes for its next step. lookahead: slots behind a row's tokens that
-        the "drafter" dirties."""
+        the "drafter" dirties. num_methods: how many "drafters" there are."""
         assert lookahead >= max_num_drafts or lookahead == 0
         self.model = model or FakeModel()
         self.block_size = block_size
@@ -189,8 +204,13 @@ class FakeRunner:
         self.num_steps = 0
         self.runs_behind = False
         """Set: the owner launches and finishes steps. What a launch computes is kept until it is asked for."""
+        self.mover: Any = None
+        """Set: told before each step whether it waits for copies, and after it."""
         self._launched: list[StepOutput] = []
+        self.proposed: dict[int, int] = {}
+        """Method -> drafts that it made."""
         self._row_format = row_format
+        self._num_methods = num_methods
         self._memory: list[bytearray] = []
         self._masks: dict[int, tuple[Mask, ...]] = {}
         self._work = Work((), (), (), ())
@@ -233,6 +253,8 @@ class FakeRunner:
         """Run a step at once."""
         assert self._memory, "step before allocate, or after close"
         masks = self._masks.pop(step.step_id, ())
+        if self.mover is not None:
+            self.mover.before_step(step.step_id, step.waits_for_copies)
         self._apply_changes(step)
         if step.work is not None:
             self._work = step.work
@@ -366,6 +388,7 @@ class FakeRunner:
         """Drafts that are often right: it looks the next ids up, and then spoils some."""
         assert propose_len <= self.max_num_drafts
         row.drafts = []
+        assert row.draft_method < self._num_methods
         if not propose_len:
             return
         context = self._read(row, row.computed_len)
@@ -381,6 +404,8 @@ class FakeRunner:
                 token = (token + 1) % self.model.vocab_size
             row.drafts.append(token)
             tag = context.push(token)
+        row.method = tag % self._num_methods if row.draft_method < 0 else row.draft_method
+        self.proposed[row.method] = self.proposed.get(row.method, 0) + len(row.drafts)
         if self.lookahead:
             count = self.lookahead
             self._write(row, row.computed_len, [-2] * count, [0] * count)
@@ -410,4 +435,5 @@ class FakeRunner:
             prompt_logprobs=prompt_logprobs or None,
             failed=tuple((row, result.failed) for row, result in zip(work.rows, results) if result.failed),
             forbidden=tuple(row for row, result in zip(work.rows, results) if result.failed == NONE_ALLOWED),
+            draft_methods=[row.method for row in rows] if any(num_drafts) and self._num_methods > 1 else None,
         )

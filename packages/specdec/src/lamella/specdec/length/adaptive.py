@@ -32,24 +32,37 @@ MAX_AGE = 64
 class AdaptiveLength:
     """Chooses per step and row; one for all rows of an engine. Pure: what it does follows from what it was shown."""
 
-    def __init__(self, table: Sequence[tuple[int, float]]) -> None:
-        """table: (tokens, seconds) of steps, by rising tokens; see StepCost."""
-        self.acceptance = StreakAcceptance()
+    def __init__(self, table: Sequence[tuple[int, float]], num_methods: int = 1) -> None:
+        """table: (tokens, seconds) of steps, by rising tokens; see StepCost. num_methods: how many drafters there are;
+        each has probabilities of its own."""
+        self.by_method = tuple(StreakAcceptance() for _ in range(num_methods))
         self.cost = StepCost(table)
+        self.measures = False
+        """The last choice was a plain step, to see what one costs now."""
         self._verifying = False
 
-    def choose(self, streaks: Sequence[int], num_held: Sequence[int]) -> list[int]:
+    @property
+    def acceptance(self) -> StreakAcceptance:
+        """That of the first drafter."""
+        return self.by_method[0]
+
+    def choose(
+        self, streaks: Sequence[int], num_held: Sequence[int], methods: Sequence[int] | None = None
+    ) -> list[int]:
         """Drafts to verify, per row of a step.
 
-        streaks: as `acceptance` counts them. num_held: drafts that each row has.
+        streaks: as `acceptance` counts them. num_held: drafts that each row has. methods: place of the drafter that
+        each row has them from; None: the first.
         """
         num_rows = len(num_held)
         chosen = [0] * num_rows
+        self.measures = False
         if not any(num_held):
             return chosen
         if self.cost.age(num_rows) >= MAX_AGE:
+            self.measures = True
             return chosen
-        slots = self._slots(streaks, num_held)
+        slots = self._slots(streaks, num_held, methods)
         seconds = self.cost.curve(num_rows, len(slots))
         best, best_rate = 0, num_rows / seconds[0] * (1.0 if self._verifying else START_GAIN)
         tokens = float(num_rows)
@@ -63,13 +76,16 @@ class AdaptiveLength:
             chosen[row] += 1
         return chosen
 
-    def _slots(self, streaks: Sequence[int], num_held: Sequence[int]) -> list[tuple[float, int]]:
+    def _slots(
+        self, streaks: Sequence[int], num_held: Sequence[int], methods: Sequence[int] | None
+    ) -> list[tuple[float, int]]:
         """(survival, row) of every draft that may pay, the most likely first."""
         slots: list[tuple[float, int]] = []
         for row, held in enumerate(num_held):
             survival, streak = 1.0, streaks[row]
+            acceptance = self.by_method[0 if methods is None else methods[row]]
             for ahead in range(held):
-                survival *= self.acceptance.probability(streak + ahead)
+                survival *= acceptance.probability(streak + ahead)
                 if survival < LEAST_SURVIVAL:
                     break
                 slots.append((survival, row))

@@ -14,20 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from lamella.specdec.batch import NO_DRAFT, Verdict
-from lamella.specdec.errors import ConfigError
+from lamella.specdec.rules import conditional_rates, rates_of_length
 from lamella.specdec.verify.judged import below_one, check_uniforms
 
-
-def rates_of_length(length: float, num_drafts: int) -> list[float]:
-    """Rates of so many drafts that make steps of `length` tokens on average, the next token included.
-
-    Raises ConfigError unless 1 <= length <= num_drafts + 1.
-    """
-    if not 1.0 <= length <= num_drafts + 1:
-        raise ConfigError(
-            f"synthetic_acceptance_length must be in [1, {num_drafts + 1}] with {num_drafts} drafts, got {length}"
-        )
-    return [min(1.0, max(0.0, length - 1 - i)) for i in range(num_drafts)]
+__all__ = ["SyntheticAcceptance", "rates_of_length"]
 
 
 class SyntheticAcceptance:
@@ -35,14 +25,7 @@ class SyntheticAcceptance:
 
     def __init__(self, rates: Sequence[float], device: torch.device | str = "cpu") -> None:
         """Raises ConfigError naming the rate that is no probability or above the one before it."""
-        before = 1.0
-        conditional = []
-        for i, rate in enumerate(rates):
-            if not 0.0 <= rate <= before:
-                raise ConfigError(f"synthetic_acceptance_rates[{i}] must be in [0, {before}], got {rate}")
-            conditional.append(rate / before if before else 0.0)
-            before = rate
-        self._conditional = torch.tensor(conditional, dtype=torch.float64, device=device)  # [num_drafts]
+        self._conditional = torch.tensor(conditional_rates(rates), dtype=torch.float64, device=device)  # [num_drafts]
 
     def verify(
         self,
