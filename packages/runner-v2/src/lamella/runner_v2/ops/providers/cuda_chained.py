@@ -39,7 +39,7 @@ from lamella.runner_v2.weights.slots import RawPart
 
 MAX_TAIL_TOKENS = 0
 """Most tokens whose layers' tails are one kernel: none, because they are not faster than separate kernels beyond
-one token (an H200, llama-8b: batch 1 4.56 against 4.74 ms a step, 4 4.94 against 4.88; qwen3-30b: 4.15 against 3.99)."""
+one token (H200, llama-8b: batch 1 4.56 against 4.74 ms a step, 4 4.94 against 4.88; qwen3-30b: 4.15 against 3.99)."""
 _MAX_CLOSED = 8192
 """Widest residual stream that the experts' kernel adds to and norms."""
 
