@@ -8,14 +8,14 @@ A block's part of a tensor is copied as words, the widest that divide it, whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.errors import LayoutError
-from lamella.kvtier.jobs import CopyJob
+from lamella.kvtier.jobs import CopyJob, TicketResult
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -75,6 +75,18 @@ class BlockMap:
             self.num_blocks.append(counts.pop())
         self.order.sort()
 
+    def sort_out(self, jobs: Sequence[CopyJob], error: str | None) -> tuple[list[CopyJob], list[TicketResult]]:
+        """(jobs that can be copied, ends of those that make no sense). error: why none can be."""
+        good: list[CopyJob] = []
+        failed: list[TicketResult] = []
+        for job in jobs:
+            fault = error or self.fault(job)
+            if fault is None:
+                good.append(job)
+            else:
+                failed.append(TicketResult(job.ticket, False, fault))
+        return good, failed
+
     def fault(self, job: CopyJob) -> str | None:
         """Why this is no copy between a block and a slot of one group; None: it is."""
         tiers = (job.source.tier, job.target.tier)
@@ -106,3 +118,14 @@ def _piece(tensor: torch.Tensor, slots: torch.Tensor, offset: int, layer: int) -
     starts = (num_bytes, offset, stride, rows.data_ptr(), slots.stride(0))
     word = next(word for word in _WORDS if all(number % word.itemsize == 0 for number in starts))
     return Piece(rows.view(torch.uint8).view(word), slots.view(word), offset)
+
+
+def pairs_by_group(jobs: Iterable[CopyJob]) -> dict[int, tuple[list[int], list[int]]]:
+    """Group -> (slots, blocks) that its jobs copy between, whichever way."""
+    pairs: dict[int, tuple[list[int], list[int]]] = {}
+    for job in jobs:
+        host, device = (job.source, job.target) if job.source.tier == "host" else (job.target, job.source)
+        slots, blocks = pairs.setdefault(host.group, ([], []))
+        slots.append(host.slot)
+        blocks.append(device.slot)
+    return pairs

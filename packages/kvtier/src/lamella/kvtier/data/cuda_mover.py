@@ -22,11 +22,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from lamella.kvtier.data.block_map import BlockMap, Piece
+from lamella.kvtier.data.block_map import BlockMap, Piece, pairs_by_group
+from lamella.kvtier.data.copy_totals import CopyTotals
 from lamella.kvtier.data.cuda_lanes import LOADS, STORES, CudaLanes, Lanes, Mark
+from lamella.kvtier.data.driver_copier import Addresses
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.pinning import SlabPinner
 from lamella.kvtier.data.queue import EventQueue
@@ -52,9 +53,6 @@ MAX_LOOKED_AT = 256
 """Jobs that cannot begin yet, of a queue; whoever polls does not look at more."""
 AS_GOOD = 0.93
 """A copier that reaches so much of the fastest one's speed, and stands before it, is taken."""
-
-
-Addresses = npt.NDArray[np.int64]
 
 
 class Pairs(NamedTuple):
@@ -120,13 +118,14 @@ class CudaDeviceMover:
         self._buffer = buffer
         self._device = caches[layers[0][0]][0].device
         self._events = events
+        self._totals = CopyTotals(events)
         self._copiers = tuple(copiers)
         self._chosen = [copiers[0], copiers[0]] if copiers else []
         """By lane."""
         self._lanes: Lanes = CudaLanes(self._device) if lanes is None else lanes
         self._pinner = SlabPinner(buffer, device=self._device) if pinner is None else pinner
         ranges = [slice(rank * size, (rank + 1) * size) for size in buffer.bytes_per_block]
-        self._staged = StagedCopies(self.map, ranges, self._lanes, self._device, self._report)
+        self._staged = StagedCopies(self.map, ranges, self._lanes, self._device, self._totals.report)
         self._place = {layer: place for place, (layer, _) in enumerate(self.map.order)}
         self._lock = threading.RLock()
         self._loads: deque[CopyJob] = deque()
@@ -142,29 +141,17 @@ class CudaDeviceMover:
         """Loads that the step under way has to hold for."""
         self._held_staged = 0
         self._closed = False
-        self.bytes_in = 0
-        """Host to device, of jobs that ended well."""
-        self.bytes_out = 0
-        self.num_failed = 0
-        self.seconds_waited = 0.0
-        """That the host waited for staged loads."""
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[CopyJob]) -> None:
         """Start these copies. Each ends in one TicketResult; a job that makes no sense ends as failed."""
-        failed: list[TicketResult] = []
         with self._lock:
-            for job in jobs:
-                error = "the mover is closed" if self._closed else self.map.fault(job)
-                if error is not None:
-                    failed.append(TicketResult(job.ticket, False, error))
-                else:
-                    (self._loads if job.target.tier == "device" else self._stores).append(job)
+            good, failed = self.map.sort_out(jobs, "the mover is closed" if self._closed else None)
+            for job in good:
+                (self._loads if job.target.tier == "device" else self._stores).append(job)
             self._start()
-        if failed:
-            self.num_failed += len(failed)
-            self._events.put(failed)
+        self._totals.fail(failed)
 
     def poll(self) -> None:
         """Tell of what has ended on the device, and start what waited for that."""
@@ -204,9 +191,7 @@ class CudaDeviceMover:
             for batch in self._held:
                 batch.next_mark = 0
             self._held_staged = self._staged.last_load if waits else 0
-        if failed:
-            self.num_failed += len(failed)
-            self._events.put(failed)
+        self._totals.fail(failed)
 
     def wait_layer(self, layer_idx: int) -> None:
         """What the current stream is given from now on waits until this layer is there, of every load submitted before
@@ -214,7 +199,7 @@ class CudaDeviceMover:
         if self._held_staged:
             start = time.perf_counter()
             self._staged.wait(self._held_staged)
-            self.seconds_waited += time.perf_counter() - start
+            self._totals.seconds_waited += time.perf_counter() - start
             self._held_staged = 0
         if not self._held or layer_idx not in self._place:
             return
@@ -247,7 +232,7 @@ class CudaDeviceMover:
             left = [*self._loads, *self._stores]
             self._loads.clear()
             self._stores.clear()
-        self._report(left, "the mover is closed", 0.0)
+        self._totals.report(left, "the mover is closed", 0.0)
         end = time.monotonic() + CLOSE_S
         while self.busy and time.monotonic() < end:
             self.poll()
@@ -259,11 +244,8 @@ class CudaDeviceMover:
         """Bytes host → device in, device → host out; jobs waiting; failures; seconds that the host waited; how blocks
         are copied; bytes of the slab that are pinned, and bytes that went through a staging buffer."""
         return {
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
+            **self._totals.stats(),
             "queue_depth": self.queue_depth,
-            "failures": self.num_failed,
-            "seconds_waited": self.seconds_waited,
             "copied_by": tuple(copier.name for copier in self._chosen) or ("staging",),
             "bytes_pinned": self._pinner.num_bytes,
             "bytes_staged": self._staged.num_bytes,
@@ -308,13 +290,13 @@ class CudaDeviceMover:
         return batch.num_bytes / seconds if seconds else 0.0
 
     def _measure_staged(self, jobs: Sequence[CopyJob]) -> float | None:
-        failed = self.num_failed
+        failed = self._totals.num_failed
         start = time.perf_counter()
         self._staged.submit(jobs, True, None)
         self._staged.wait(self._staged.last_load)
         seconds = time.perf_counter() - start
         self._events.take()  # of tickets that nobody has
-        return sum(job.num_bytes for job in jobs) / seconds if self.num_failed == failed else None
+        return sum(job.num_bytes for job in jobs) / seconds if self._totals.num_failed == failed else None
 
     def _start(self, every_load: bool = False) -> None:
         """Launch what can be launched, in parts, unless a step is to wait for every load."""
@@ -421,22 +403,7 @@ class CudaDeviceMover:
         seconds = 0.0 if batch.error is not None else batch.start.elapsed_time(batch.end) / 1e3
         if batch in self._held:
             self._held.remove(batch)
-        self._report(batch.jobs, batch.error, seconds)
-
-    def _report(self, jobs: Sequence[CopyJob], error: str | None, seconds: float) -> None:
-        """seconds is of the batch: each job is told its share, so that bytes by seconds is the speed."""
-        if not jobs:
-            return
-        num_bytes = sum(job.num_bytes for job in jobs)
-        with self._lock:
-            if error is not None:
-                self.num_failed += len(jobs)
-            elif jobs[0].target.tier == "device":
-                self.bytes_in += num_bytes
-            else:
-                self.bytes_out += num_bytes
-        share = seconds / len(jobs)
-        self._events.put([TicketResult(job.ticket, error is None, error, share) for job in jobs])
+        self._totals.report(batch.jobs, batch.error, seconds)
 
 
 _FIRST: tuple[tuple[Any, int], ...] = (("host", 0), ("device", 1))
@@ -445,11 +412,10 @@ _FIRST: tuple[tuple[Any, int], ...] = (("host", 0), ("device", 1))
 
 def _pairs(jobs: Sequence[CopyJob]) -> dict[int, Pairs]:
     """By group."""
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    for source, target in [(job.source, job.target) for job in jobs]:
-        host, device = (source, target) if target.tier == "device" else (target, source)
-        pairs.setdefault(host.group, []).append((host.slot, device.slot))
-    return {group: Pairs(*np.asarray(numbers, np.int64).T) for group, numbers in pairs.items()}
+    return {
+        group: Pairs(np.array(slots, np.int64), np.array(blocks, np.int64))
+        for group, (slots, blocks) in pairs_by_group(jobs).items()
+    }
 
 
 def _ends(piece: Piece) -> Ends:

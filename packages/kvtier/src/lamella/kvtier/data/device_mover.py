@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lamella.kvtier.data.block_map import BlockMap
+from lamella.kvtier.data.block_map import BlockMap, pairs_by_group
+from lamella.kvtier.data.copy_totals import CopyTotals
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.queue import EventQueue
 from lamella.kvtier.jobs import CopyJob, TicketResult
@@ -73,7 +74,7 @@ class DeviceMover:
         with torch.inference_mode():
             self.map = BlockMap(buffer, layers, caches, rank)
         self._buffer = buffer
-        self._events = events
+        self._totals = CopyTotals(events)
         self._place = {layer: place for place, (layer, _) in enumerate(self.map.order)}
         self._store_rows = max(1, min(MAX_STORE_ROWS, SINGLE_THREAD_WORDS // self.map.max_words()))
         self._changed = threading.Condition()
@@ -90,12 +91,6 @@ class DeviceMover:
         self._last_step = -1
         self._in_step = False
         self._closed = False
-        self.bytes_in = 0
-        """Host to device, of jobs that ended well."""
-        self.bytes_out = 0
-        self.num_failed = 0
-        self.seconds_waited = 0.0
-        """That steps waited for layers."""
         self._thread = threading.Thread(target=self._run, name="kvtier-device", daemon=True)
         self._thread.start()
 
@@ -103,20 +98,14 @@ class DeviceMover:
 
     def submit(self, jobs: Sequence[CopyJob]) -> None:
         """Start these copies. Each ends in one TicketResult; a job that makes no sense ends as failed."""
-        failed: list[TicketResult] = []
         with self._changed:
-            for job in jobs:
-                error = "the mover is closed" if self._closed else self.map.fault(job)
-                if error is not None:
-                    failed.append(TicketResult(job.ticket, False, error))
-                    continue
+            good, failed = self.map.sort_out(jobs, "the mover is closed" if self._closed else None)
+            for job in good:
                 self._num_submitted += 1
                 queue = self._loads if job.target.tier == "device" else self._stores
                 queue.append(Queued(self._num_submitted, job))
             self._changed.notify_all()
-        if failed:
-            self.num_failed += len(failed)
-            self._events.put(failed)
+        self._totals.fail(failed)
 
     def poll(self) -> None:
         """There is nothing to look at."""
@@ -148,9 +137,7 @@ class DeviceMover:
             self._in_step = True
             self._awaiting = waits and (bool(self._loads) or self._running != 0)
             self._changed.notify_all()
-        if failed:
-            self.num_failed += len(failed)
-            self._events.put(failed)
+        self._totals.fail(failed)
 
     def wait_layer(self, layer_idx: int) -> None:
         """Return once the bytes of this layer are there, of every load submitted before before_step()."""
@@ -163,7 +150,7 @@ class DeviceMover:
             if not self._is_there(place):
                 start = time.perf_counter()
                 self._changed.wait_for(lambda: self._is_there(place))
-                self.seconds_waited += time.perf_counter() - start
+                self._totals.seconds_waited += time.perf_counter() - start
             queued = bool(self._loads) and self._loads[0].number <= self._mark
             self._awaiting = not self._closed and (queued or 0 < self._running <= self._mark)
 
@@ -183,13 +170,7 @@ class DeviceMover:
 
     def stats(self) -> dict[str, Any]:
         """Bytes host → device in, device → host out; jobs waiting; failures; seconds that steps waited."""
-        return {
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "queue_depth": self.queue_depth,
-            "failures": self.num_failed,
-            "seconds_waited": self.seconds_waited,
-        }
+        return {**self._totals.stats(), "queue_depth": self.queue_depth}
 
     # ---- the copies ------------------------------------------------------------------------------------------------
 
@@ -198,14 +179,9 @@ class DeviceMover:
 
     def _rows(self, jobs: Sequence[CopyJob]) -> dict[int, Rows]:
         """The jobs by group."""
-        pairs: dict[int, tuple[list[int], list[int]]] = {}
-        for job in jobs:
-            host, device = (job.source, job.target) if job.source.tier == "host" else (job.target, job.source)
-            slots, blocks = pairs.setdefault(host.group, ([], []))
-            slots.append(host.slot)
-            blocks.append(device.slot)
         return {
-            group: Rows(group, torch.tensor(slots), torch.tensor(blocks)) for group, (slots, blocks) in pairs.items()
+            group: Rows(group, torch.tensor(slots), torch.tensor(blocks))
+            for group, (slots, blocks) in pairs_by_group(jobs).items()
         }
 
     def _load_layer(self, layer: int, rows: Rows) -> None:
@@ -243,7 +219,7 @@ class DeviceMover:
                 self._stores.clear()
                 self._running = 0
                 self._changed.notify_all()
-            self._report([queued.job for queued in left], "the mover is closed", 0.0)
+            self._totals.report([queued.job for queued in left], "the mover is closed", 0.0)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -285,7 +261,7 @@ class DeviceMover:
                         self._changed.notify_all()
         except (RuntimeError, IndexError, ValueError) as problem:
             error = f"copy to the device failed: {problem}"
-        self._report(jobs, error, time.perf_counter() - start)
+        self._totals.report(jobs, error, time.perf_counter() - start)
         with self._changed:
             self._running = 0
             self._changed.notify_all()
@@ -313,21 +289,7 @@ class DeviceMover:
                     self._rest(spent)
         except (RuntimeError, IndexError, ValueError) as problem:
             error = f"copy from the device failed: {problem}"
-        self._report(jobs, error, seconds)
-
-    def _report(self, jobs: Sequence[CopyJob], error: str | None, seconds: float) -> None:
-        """seconds is of the batch: each job is told its share, so that bytes by seconds is the speed."""
-        if not jobs:
-            return
-        num_bytes = sum(job.num_bytes for job in jobs)
-        if error is not None:
-            self.num_failed += len(jobs)
-        elif jobs[0].target.tier == "device":
-            self.bytes_in += num_bytes
-        else:
-            self.bytes_out += num_bytes
-        share = seconds / len(jobs)
-        self._events.put([TicketResult(job.ticket, error is None, error, share) for job in jobs])
+        self._totals.report(jobs, error, seconds)
 
     # ---- private ---------------------------------------------------------------------------------------------------
 

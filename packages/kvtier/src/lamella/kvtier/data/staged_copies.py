@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lamella.kvtier.data.block_map import BlockMap, Piece
+from lamella.kvtier.data.block_map import BlockMap, Piece, pairs_by_group
 from lamella.kvtier.data.cuda_lanes import STAGED, Lanes, Mark
 from lamella.kvtier.jobs import CopyJob
 
@@ -136,18 +136,14 @@ class StagedCopies:
             return self._running
 
     def _copy(self, part: Part) -> None:
-        by_group: dict[int, list[tuple[int, int]]] = {}
-        for job in part.jobs:
-            host, device = (job.source, job.target) if part.loads else (job.target, job.source)
-            by_group.setdefault(host.group, []).append((host.slot, device.slot))
         lanes = self._lanes
         if part.behind is not None:
             lanes.hold_lane(STAGED, part.behind)
-        for group, pairs in by_group.items():
-            slots, blocks = (torch.tensor(numbers) for numbers in zip(*pairs))
+        for group, (slots, blocks) in pairs_by_group(part.jobs).items():
             with lanes.on(STAGED):
-                (self._load if part.loads else self._store)(group, slots, blocks.to(self._device))
-            self.num_bytes += len(pairs) * self._map.slots[group].shape[1]
+                copy = self._load if part.loads else self._store
+                copy(group, torch.tensor(slots), torch.tensor(blocks).to(self._device))
+            self.num_bytes += len(slots) * self._map.slots[group].shape[1]
 
     def _load(self, group: int, slots: torch.Tensor, blocks: torch.Tensor) -> None:
         host = self._staging(group, len(slots))
