@@ -72,6 +72,14 @@ def test_records_are_of_a_row_and_a_generation():
     assert steps(drafter, TRUTH, 2, 1, generation=1) == [0]
 
 
+def test_a_row_that_changes_owner_unsaid_is_not_judged_by_the_former_ones_drafts():
+    drafter = scripted(WRONG, RIGHT)
+    steps(drafter, TRUTH, 2, 1)  # open: ids behind the second
+    drafter.observe(Rows([0], [1], [TRUTH[:9]]))
+    assert drafter.record(0) == Record((0.0, 0.0), 0)
+    assert steps(drafter, TRUTH, 9, 2, generation=1) == [0, 0]
+
+
 def test_new_rows_begin_with_what_all_rows_have_shown():
     drafter = scripted(WRONG, RIGHT)
     for row in range(5):

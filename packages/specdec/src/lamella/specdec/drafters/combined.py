@@ -83,8 +83,8 @@ class CombinedDrafter:
         for row, generation, ids in zip(view.rows, view.generations, view.token_ids):
             if row not in self._open:
                 continue
-            known_len, proposals = self._open[row]
             record = self._record(row, generation)
+            known_len, proposals = self._open.get(row, (len(ids), ()))  # those of a former owner are gone
             if len(ids) <= known_len:
                 continue
             del self._open[row]
