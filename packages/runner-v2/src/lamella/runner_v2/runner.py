@@ -372,12 +372,12 @@ class ModelRunner:
             return pending
 
         logits = self._assembly.model.finish(carried, inputs.logits_idx)
-        checks = self._drafting is not None and layout.max_verify_len > 0
-        with_law = checks and self._drafting is not None and self._drafting.needs.probs
+        checker = self._drafting if layout.max_verify_len else None
+        with_law = checker is not None and checker.needs.probs
         ids, status, logprobs, law = self._sample(logits, layout, batch, masks, with_law=with_law)
         state.plan_ahead(layout.rows, layout.query_lens)
-        if self._drafting is not None and checks:
-            num_accepted, next_ids, ids = self._drafting.verify(ids, law, batch, layout)
+        if checker is not None:
+            num_accepted, next_ids, ids = checker.verify(ids, law, batch, layout)
             steps = layout.device_query_lens - layout.device_verify_lens
             steps[layout.device_sampled] += num_accepted
             copy = OutputCopy(ids, status, num_accepted, next_ids)

@@ -43,12 +43,14 @@ WORKLOAD = Path(__file__).with_name("spec_workload.jsonl")
 UNUSED = ("model", "speculative_config", "seed", "scheduling_policy", "max_logprobs")
 """Options that greedy requests of one priority do not notice, and the one that is compared."""
 
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_tree_depth": 48, "suffix_decoding_max_spec_factor": 4.0}
 METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-    "suffix": {"method": "suffix", "suffix_decoding_max_tree_depth": 48, "suffix_decoding_max_spec_factor": 4.0},
+    "ngram": NGRAM,
+    "suffix": SUFFIX,
+    "both": {**SUFFIX, "fallback": NGRAM},
+    "arbitrary": {"method": "arbitrary"},
 }
-METHODS["both"] = {**METHODS["suffix"], "fallback": METHODS["ngram"]}
-METHODS["arbitrary"] = {"method": "arbitrary"}
 """What a name in --methods stands for, without num_speculative_tokens."""
 DEFAULT_METHODS = ("ngram", "suffix")
 SYNTHETIC = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
