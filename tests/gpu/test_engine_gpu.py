@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,15 +42,6 @@ NEAR_TIE, TYPICAL_TIE = 1.0, 0.125
 leave it. In bfloat16 a logit of 16 to 32 has steps of 0.125, and where attention of a random model is undecided, the
 reference's own logits are off by 1."""
 NUM_POSITIONS = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> ModuleType:
-    module = pytest.importorskip("lamella.kernels_cuda")
-    reason = module.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return module
 
 
 @pytest.fixture(scope="module")

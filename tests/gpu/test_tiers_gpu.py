@@ -10,7 +10,6 @@ import logging
 import time
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,15 +37,6 @@ OPTIONS: dict[str, Any] = {
 }
 ROOMY, TIGHT = 400, 19
 """Blocks for all sessions, and for little more than one."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> ModuleType:
-    module = pytest.importorskip("lamella.kernels_cuda")
-    reason = module.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return module
 
 
 @pytest.fixture(autouse=True)

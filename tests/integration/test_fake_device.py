@@ -327,21 +327,38 @@ def first_difference(got: RequestOutput, expected: RequestOutput) -> str:
     return next((f"prompt logprobs {i}: {a}, alone {b}" for i, (a, b) in enumerate(pairs) if a != b), "lengths or text")
 
 
+def serve(engine: Served, requests: list[Request], rng: random.Random, arrival: float) -> set[str]:
+    """Traffic until all have ended. arrival: probability that the next request comes before a step, and so on. The
+    names of those that were aborted."""
+    waiting, aborted = list(requests), set()
+    while waiting or engine.core.has_work:
+        while waiting and rng.random() < arrival:
+            engine.add(waiting.pop(0))
+        if engine.open and rng.random() < 0.02:
+            name = rng.choice(sorted(engine.open))
+            engine.abort(name)
+            aborted.add(name)
+        engine.step()
+    return aborted
+
+
+def check_against_single_runs(path: Path, requests: list[Request], done: dict[str, RequestOutput]) -> None:
+    """Each answer is what its request gets alone, without recordings and with one step in flight."""
+    with served(path, depth=1, graphs=False) as single:
+        for request in requests:
+            if request.request_id in done:
+                expected, got = single.alone(request), done[request.request_id]
+                assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
+        single.check_empty()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traffic_gets_what_single_requests_get(folder: Path, family: str) -> None:
     rng = random.Random(f"traffic {family}")
     count = FAMILIES[family]
     with served(folder / family, num_blocks=TIGHT) as engine:
         requests = draw_requests(engine, rng, count)
-        waiting, aborted = list(requests), set()
-        while waiting or engine.core.has_work:
-            while waiting and rng.random() < 0.4:
-                engine.add(waiting.pop(0))
-            if engine.open and rng.random() < 0.02:
-                name = rng.choice(sorted(engine.open))
-                engine.abort(name)
-                aborted.add(name)
-            engine.step()
+        aborted = serve(engine, requests, rng, 0.4)
         stats = engine.core.stats()
         assert stats.preemptions > 0, "the cache was large enough for all"
         assert stats.prefix_hits > 0
@@ -351,12 +368,7 @@ def test_traffic_gets_what_single_requests_get(folder: Path, family: str) -> Non
         assert recorder.num_recorded == 8, "two parts of four sizes"
         assert recorder.num_replayed > 20
         engine.check_empty()
-    with served(folder / family, depth=1, graphs=False) as single:
-        for request in requests:
-            if request.request_id in engine.done:
-                expected, got = single.alone(request), engine.done[request.request_id]
-                assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
-        single.check_empty()
+    check_against_single_runs(folder / family, requests, engine.done)
 
 
 @pytest.mark.parametrize("drafts", [NGRAM, SUFFIX, {**SUFFIX, "fallback": NGRAM}], ids=["ngram", "suffix", "both"])
@@ -553,15 +565,7 @@ def test_tiers_change_no_answer(
     below = below_of(folder / family, TIERS[world], 5, tmp_path / "kv")
     with served(folder / family, num_blocks=TIGHT, mover=below.mover, tiers=below.plan) as engine:
         requests = draw_requests(engine, rng, 30 if family == "llama" else 16)
-        waiting, aborted = list(requests), set()
-        while waiting or engine.core.has_work:
-            while waiting and rng.random() < 0.6:
-                engine.add(waiting.pop(0))
-            if engine.open and rng.random() < 0.02:
-                name = rng.choice(sorted(engine.open))
-                engine.abort(name)
-                aborted.add(name)
-            engine.step()
+        aborted = serve(engine, requests, rng, 0.6)
         assert set(engine.done) == {r.request_id for r in requests} - aborted
         stats = engine.core.stats()
         if family == "llama":
@@ -575,11 +579,7 @@ def test_tiers_change_no_answer(
         if TIERS[world].error_at is None:
             assert below.lanes.num_held > 0, "no step had to hold"
         engine.check_empty()
-    with served(folder / family, depth=1, graphs=False) as single:
-        for request in requests:
-            if request.request_id in engine.done:
-                expected, got = single.alone(request), engine.done[request.request_id]
-                assert told(got) == told(expected), f"{request.request_id}: {first_difference(got, expected)}"
+    check_against_single_runs(folder / family, requests, engine.done)
 
 
 def test_rows_that_decode_do_not_wait_for_the_copies_of_others(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +16,6 @@ import pytest
 from lamella.engine import LLM, AsyncLLM, SamplingParams, async_llm
 from lamella.engine.compose.front import load_front
 from lamella.engine.errors import EngineDeadError, EngineError, RequestError, StartError
-from lamella.runner_v2.testing.tiny_models import write_folder
 
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -25,15 +23,8 @@ PROMPTS = ["hello there", "one two three", "a"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("tiny")
-    write_folder(path, "llama")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> Iterator[LLM]:
-    with LLM(folder, **OPTIONS) as engine:
+def llm(tiny_llama: str) -> Iterator[LLM]:
+    with LLM(tiny_llama, **OPTIONS) as engine:
         yield engine
 
 
@@ -137,8 +128,8 @@ def test_logprobs_of_prompt_and_output(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
-def test_without_a_limit_logprobs_are_those_of_all_tokens(folder: str) -> None:
-    with LLM(folder, **OPTIONS, max_logprobs=-1) as llm:
+def test_without_a_limit_logprobs_are_those_of_all_tokens(tiny_llama: str) -> None:
+    with LLM(tiny_llama, **OPTIONS, max_logprobs=-1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
         (output,) = llm.generate(PROMPTS[1], params)
         assert output.outputs[0].logprobs is not None
@@ -185,41 +176,45 @@ def test_requests_that_cannot_be_served_are_refused_before_any_runs(llm: LLM) ->
     assert llm.generate("x", GREEDY)[0].finished
 
 
-def test_the_engines_seed_makes_sampling_repeatable(folder: str) -> None:
+def test_the_engines_seed_makes_sampling_repeatable(tiny_llama: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
-    with LLM(folder, seed=5, **OPTIONS) as one, LLM(folder, seed=5, **OPTIONS) as two, LLM(folder, **OPTIONS) as free:
+    with (
+        LLM(tiny_llama, seed=5, **OPTIONS) as one,
+        LLM(tiny_llama, seed=5, **OPTIONS) as two,
+        LLM(tiny_llama, **OPTIONS) as free,
+    ):
         first = [o.outputs[0].token_ids for o in one.generate(PROMPTS, params)]
         assert [o.outputs[0].token_ids for o in two.generate(PROMPTS, params)] == first
         assert [o.outputs[0].token_ids for o in free.generate(PROMPTS, params)] != first
     assert len({tuple(ids) for ids in first}) == len(first)
 
 
-def test_engines_that_share_threads_are_told_of(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_engines_that_share_threads_are_told_of(tiny_llama: str, caplog: pytest.LogCaptureFixture) -> None:
     counts = {**OPTIONS, "threads": 3}, {**OPTIONS, "threads": 3}, {**OPTIONS, "threads": 4}
 
     def warnings() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
-    with LLM(folder, **counts[0]):
+    with LLM(tiny_llama, **counts[0]):
         caplog.clear()  # that of a test before may be open
-        with LLM(folder, **counts[1]):
+        with LLM(tiny_llama, **counts[1]):
             assert not warnings()
         for _ in range(2):
-            with LLM(folder, **counts[2]):
+            with LLM(tiny_llama, **counts[2]):
                 (warning,) = [text for text in warnings() if "made for 3" in text]
                 assert "with 4 threads" in warning
-    LLM(folder, **OPTIONS).close()  # as the other tests want it
+    LLM(tiny_llama, **OPTIONS).close()  # as the other tests want it
 
 
-def test_options_are_checked_by_name(folder: str) -> None:
+def test_options_are_checked_by_name(tiny_llama: str) -> None:
     with pytest.raises(StartError, match="did you mean 'max_num_seqs'"):
-        LLM(folder, max_num_sequences=3)
+        LLM(tiny_llama, max_num_sequences=3)
     with pytest.raises(StartError, match="no method|method"):
-        LLM(folder, **OPTIONS, speculative_config={"method": "telepathy", "num_speculative_tokens": 2})
+        LLM(tiny_llama, **OPTIONS, speculative_config={"method": "telepathy", "num_speculative_tokens": 2})
 
 
-def test_a_closed_engine_says_so(folder: str) -> None:
-    llm = LLM(folder, **OPTIONS)
+def test_a_closed_engine_says_so(tiny_llama: str) -> None:
+    llm = LLM(tiny_llama, **OPTIONS)
     stream = llm.stream("x", GREEDY)
     llm.close()
     llm.close()
@@ -291,11 +286,11 @@ def test_another_thread_than_the_main_one_can_drive_the_engine(llm: LLM) -> None
     assert [output.finished for output in outputs] == [True] * 3
 
 
-def test_a_step_that_fails_ends_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_ends_the_engine(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("the memory is broken")
 
-    with LLM(folder, **OPTIONS) as llm:
+    with LLM(tiny_llama, **OPTIONS) as llm:
         other = llm.stream(PROMPTS[1], GREEDY)
         before_step(monkeypatch, llm, 2, fail)
         with pytest.raises(EngineDeadError, match="RuntimeError: the memory is broken"):
@@ -312,8 +307,8 @@ def test_a_step_that_fails_ends_the_engine(folder: str, monkeypatch: pytest.Monk
                 call()
 
 
-def test_a_broken_invariant_of_the_core_ends_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(folder, **OPTIONS) as llm:
+def test_a_broken_invariant_of_the_core_ends_the_engine(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_llama, **OPTIONS) as llm:
         monkeypatch.setattr(llm._core._scheduler, "commit", lambda output: [][0])
         with pytest.raises(IndexError):
             llm.generate("x", GREEDY)
@@ -350,14 +345,14 @@ def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}], GREEDY, priority=[0, 0])
 
 
-def test_priorities_need_their_policy(folder: str, llm: LLM) -> None:
+def test_priorities_need_their_policy(tiny_llama: str, llm: LLM) -> None:
     steps = llm.stats().steps
     with pytest.raises(RequestError, match="--scheduling-policy priority") as info:
         llm.generate(PROMPTS, GREEDY, priority=[0, 0, 1])
     assert info.value.param == "priority"
     assert llm.generate("x", GREEDY)[0].finished
     assert llm.stats().steps == steps + 6, "the other two were taken back"
-    with LLM(folder, **{**OPTIONS, "max_num_seqs": 1}, scheduling_policy="priority") as engine:
+    with LLM(tiny_llama, **{**OPTIONS, "max_num_seqs": 1}, scheduling_policy="priority") as engine:
         ended = [output.prompt for output in engine.generate_as_finished(PROMPTS, GREEDY, priority=[2, 0, 1])]
         assert ended == [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
 
@@ -391,9 +386,9 @@ def test_one_text_is_one_stop(llm: LLM) -> None:
     assert (completion.text, completion.stop_reason) == (text[: text.index(stop)], stop)
 
 
-def test_async_answers_are_those_of_the_offline_engine(folder: str, llm: LLM) -> None:
+def test_async_answers_are_those_of_the_offline_engine(tiny_llama: str, llm: LLM) -> None:
     async def run() -> None:
-        async with AsyncLLM(folder, **OPTIONS) as engine:
+        async with AsyncLLM(tiny_llama, **OPTIONS) as engine:
             outputs = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in PROMPTS))
             assert [o.outputs[0].token_ids for o in outputs] == [
                 o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)
@@ -420,9 +415,9 @@ def test_async_answers_are_those_of_the_offline_engine(folder: str, llm: LLM) ->
     asyncio.run(run())
 
 
-def test_the_async_face_refuses_what_the_offline_one_does(folder: str) -> None:
+def test_the_async_face_refuses_what_the_offline_one_does(tiny_llama: str) -> None:
     async def run() -> None:
-        engine = AsyncLLM(folder, **OPTIONS)
+        engine = AsyncLLM(tiny_llama, **OPTIONS)
         with pytest.raises(EngineError, match="not started"):
             await engine.generate("x", GREEDY)
         async with engine:
@@ -440,12 +435,12 @@ def test_the_async_face_refuses_what_the_offline_one_does(folder: str) -> None:
     asyncio.run(run())
 
 
-def test_both_faces_continue_a_final_message(folder: str, llm: LLM) -> None:
+def test_both_faces_continue_a_final_message(tiny_llama: str, llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two"}]
     ways: list[dict[str, Any]] = [{"continue_final_message": True}, {"add_generation_prompt": False}, {}]
 
     async def run() -> None:
-        async with AsyncLLM(folder, **OPTIONS) as engine:
+        async with AsyncLLM(tiny_llama, **OPTIONS) as engine:
             for options in ways:
                 (expected,) = llm.chat(messages, GREEDY, **options)
                 output = await engine.chat(messages, GREEDY, **options)
@@ -459,9 +454,9 @@ def test_both_faces_continue_a_final_message(folder: str, llm: LLM) -> None:
     assert len(prompts) == 3
 
 
-def test_a_stream_that_is_left_and_closed_ends_its_request(folder: str) -> None:
+def test_a_stream_that_is_left_and_closed_ends_its_request(tiny_llama: str) -> None:
     async def run() -> None:
-        async with AsyncLLM(folder, **OPTIONS) as engine:
+        async with AsyncLLM(tiny_llama, **OPTIONS) as engine:
             long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
             for stream in (engine.stream("x", long), engine.outputs("x", long)):
                 await anext(stream)
@@ -476,9 +471,9 @@ def link_of(engine: AsyncLLM) -> Any:
     return engine._client._link
 
 
-def test_async_start_tells_why_it_cannot(folder: str) -> None:
+def test_async_start_tells_why_it_cannot(tiny_llama: str) -> None:
     async def run() -> None:
-        engine = AsyncLLM(folder, **{**OPTIONS, "max_model_len": 100_000})
+        engine = AsyncLLM(tiny_llama, **{**OPTIONS, "max_model_len": 100_000})
         with pytest.raises(StartError, match="100000"):
             await engine.start()
         link = link_of(engine)
@@ -489,9 +484,9 @@ def test_async_start_tells_why_it_cannot(folder: str) -> None:
     asyncio.run(run())
 
 
-def test_a_start_that_is_cancelled_ends_the_engine(folder: str) -> None:
+def test_a_start_that_is_cancelled_ends_the_engine(tiny_llama: str) -> None:
     async def run() -> None:
-        engine = AsyncLLM(folder, **OPTIONS)
+        engine = AsyncLLM(tiny_llama, **OPTIONS)
         task = asyncio.create_task(engine.start())
         while engine._client is None:
             await asyncio.sleep(0.001)
@@ -511,7 +506,7 @@ def cores() -> list[psutil.Process]:
     return [child for child in children if "compose.core" in " ".join(child.cmdline())]
 
 
-def test_files_are_read_and_fetched_beside_the_loop(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_and_fetched_beside_the_loop(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
     def load(*args: Any, **options: Any) -> Any:
@@ -521,7 +516,7 @@ def test_files_are_read_and_fetched_beside_the_loop(folder: str, monkeypatch: py
     monkeypatch.setattr(async_llm, "load_front", load)
 
     async def run() -> None:
-        engine = AsyncLLM(folder, **OPTIONS)
+        engine = AsyncLLM(tiny_llama, **OPTIONS)
         assert not cores()
         await asyncio.gather(engine.start(), engine.start())
         assert len(cores()) == 1
@@ -535,9 +530,9 @@ def test_files_are_read_and_fetched_beside_the_loop(folder: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("moment", ["before", "meanwhile"])
-def test_an_engine_that_was_closed_does_not_start(folder: str, moment: str) -> None:
+def test_an_engine_that_was_closed_does_not_start(tiny_llama: str, moment: str) -> None:
     async def run() -> None:
-        engine = AsyncLLM(folder, **OPTIONS)
+        engine = AsyncLLM(tiny_llama, **OPTIONS)
         task = asyncio.create_task(engine.start())
         if moment == "meanwhile":
             await asyncio.sleep(0)
@@ -549,9 +544,9 @@ def test_an_engine_that_was_closed_does_not_start(folder: str, moment: str) -> N
     asyncio.run(run())
 
 
-def test_an_engine_that_is_dropped_leaves_no_process(folder: str) -> None:
+def test_an_engine_that_is_dropped_leaves_no_process(tiny_llama: str) -> None:
     async def run() -> psutil.Process:
-        engine = AsyncLLM(folder, **OPTIONS)
+        engine = AsyncLLM(tiny_llama, **OPTIONS)
         await engine.start()
         (core,) = cores()
         return core

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 from lamella.engine import LLM, SamplingParams
 from lamella.engine.errors import RequestError, StartError
 from lamella.engine.outputs import RequestOutput
-from lamella.runner_v2.testing.tiny_models import write_folder
 
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128, "threads": 1, "seed": 3}
 BOTH = {
@@ -38,21 +36,14 @@ CONTROLS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("tiny")
-    write_folder(path, "llama")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def plain(folder: str) -> Iterator[LLM]:
-    with LLM(folder, **OPTIONS) as engine:
+def plain(tiny_llama: str) -> Iterator[LLM]:
+    with LLM(tiny_llama, **OPTIONS) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def both(folder: str) -> Iterator[LLM]:
-    with LLM(folder, **OPTIONS, speculative_config=BOTH) as engine:
+def both(tiny_llama: str) -> Iterator[LLM]:
+    with LLM(tiny_llama, **OPTIONS, speculative_config=BOTH) as engine:
         yield engine
 
 
@@ -118,11 +109,11 @@ def test_an_engine_without_speculation_takes_limits_but_no_method(plain: LLM) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_synthetic_rates_come_out(folder: str, temperature: float) -> None:
+def test_synthetic_rates_come_out(tiny_llama: str, temperature: float) -> None:
     rates = [0.8, 0.5, 0.2]
     config = {**ARBITRARY, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     params = SamplingParams(temperature=temperature, max_tokens=200, ignore_eos=True)
-    with LLM(folder, **OPTIONS, speculative_config=config) as llm:
+    with LLM(tiny_llama, **OPTIONS, speculative_config=config) as llm:
         outputs = llm.generate([[n + 5, 6] for n in range(24)], params)
         stats = llm.stats()
     assert {len(o.outputs[0].token_ids) for o in outputs} == {200}
@@ -134,11 +125,11 @@ def test_synthetic_rates_come_out(folder: str, temperature: float) -> None:
         assert abs(share - rate) <= 5 * (rate * (1 - rate) / num) ** 0.5 + 3 / 200  # a row's last steps are short
 
 
-def test_synthetic_drafts_are_what_is_emitted_and_computed_on(folder: str, plain: LLM) -> None:
+def test_synthetic_drafts_are_what_is_emitted_and_computed_on(tiny_llama: str, plain: LLM) -> None:
     """All drafts stand: the row says its own last ids again, and the ids behind them are what the model says there."""
     config = {**ARBITRARY, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 4}
     prompt = [5, 6, 7, 8]
-    with LLM(folder, **OPTIONS, speculative_config=config) as llm:
+    with LLM(tiny_llama, **OPTIONS, speculative_config=config) as llm:
         (output,) = llm.generate([prompt], msgspec.structs.replace(GREEDY, max_tokens=9))
         off = llm.generate([prompt], msgspec.structs.replace(GREEDY, disable_spec_decode=True))
     said = output.outputs[0].token_ids
@@ -164,12 +155,12 @@ def test_synthetic_drafts_are_what_is_emitted_and_computed_on(folder: str, plain
     ids=lambda rule: rule["rejection_sample_method"],
 )
 def test_lossy_rules_keep_more_are_labelled_and_leave_greedy_answers_alone(
-    folder: str, plain: LLM, rule: dict[str, Any]
+    tiny_llama: str, plain: LLM, rule: dict[str, Any]
 ) -> None:
     prompts = [[n + 40, 41, 42, 43] * 6 for n in range(6)]
     with (
-        LLM(folder, **OPTIONS, speculative_config=BOTH) as exact,
-        LLM(folder, **OPTIONS, speculative_config={**BOTH, **rule}) as lossy,
+        LLM(tiny_llama, **OPTIONS, speculative_config=BOTH) as exact,
+        LLM(tiny_llama, **OPTIONS, speculative_config={**BOTH, **rule}) as lossy,
     ):
         for engine in (exact, lossy):
             outputs = engine.generate(prompts, SEEDED)
@@ -186,6 +177,6 @@ def test_lossy_rules_keep_more_are_labelled_and_leave_greedy_answers_alone(
         assert lossy.stats().spec_off["logprobs"] > 0
 
 
-def test_rules_that_cannot_be_end_the_start(folder: str) -> None:
+def test_rules_that_cannot_be_end_the_start(tiny_llama: str) -> None:
     with pytest.raises(StartError, match='"synthetic" needs either synthetic_acceptance_rates'):
-        LLM(folder, **OPTIONS, speculative_config={**ARBITRARY, "rejection_sample_method": "synthetic"})
+        LLM(tiny_llama, **OPTIONS, speculative_config={**ARBITRARY, "rejection_sample_method": "synthetic"})

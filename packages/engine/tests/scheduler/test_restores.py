@@ -61,10 +61,13 @@ class Bench:
             self.ids[delta.request_id] += delta.token_ids
         self.core.check()
 
-    def run(self, name: str, prompt: list[int], max_tokens: int = 2) -> list[int]:
-        self.add(name, prompt, max_tokens)
+    def drain(self) -> None:
         while self.core.has_work:
             self.round()
+
+    def run(self, name: str, prompt: list[int], max_tokens: int = 2) -> list[int]:
+        self.add(name, prompt, max_tokens)
+        self.drain()
         return self.ids[name]
 
     def keep_in_the_host(self) -> list[int]:
@@ -73,6 +76,14 @@ class Bench:
         for n in range(4):
             self.run(f"other {n}", [60 - n, *OTHER])
         return expected
+
+    def enter_beside(self, max_tokens: int, rounds: int = 1) -> None:
+        """One sequence decodes so many tokens, for some rounds; then another one enters behind slow copies."""
+        self.add("decodes", SHORT, max_tokens)
+        for _ in range(rounds):
+            self.round()
+        self.mover.faults = Faults(delay=1.0)
+        self.add("again", PROMPT, 2)
 
     def is_held(self) -> bool:
         """It has a row, and is in no step."""
@@ -98,25 +109,17 @@ def test_alone_it_waits_in_its_first_step(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", [False], indirect=True)
 def test_without_holding_those_that_decode_wait_too(bench: Bench) -> None:
     expected = bench.keep_in_the_host()
-    bench.add("decodes", SHORT, 12)
-    bench.round()
-    bench.mover.faults = Faults(delay=1.0)
-    bench.add("again", PROMPT, 2)
+    bench.enter_beside(12)
     bench.round()
     assert bench.steps[-1].waits_for_copies
     bench.mover.faults = Faults(delay=0.0)
-    while bench.core.has_work:
-        bench.round()
+    bench.drain()
     assert bench.ids["again"] == expected
 
 
 def test_beside_others_that_decode_it_is_held(bench: Bench) -> None:
     expected = bench.keep_in_the_host()
-    bench.add("decodes", SHORT, 12)
-    for _ in range(2):
-        bench.round()
-    bench.mover.faults = Faults(delay=1.0)
-    bench.add("again", PROMPT, 2)
+    bench.enter_beside(12, rounds=2)
     for _ in range(5):
         before = len(bench.ids["decodes"])
         bench.round()
@@ -124,42 +127,32 @@ def test_beside_others_that_decode_it_is_held(bench: Bench) -> None:
         assert len(bench.ids["decodes"]) == before + 1
         assert bench.is_held()
     bench.mover.faults = Faults(delay=0.0)
-    while bench.core.has_work:
-        bench.round()
+    bench.drain()
     assert not any(step.waits_for_copies for step in bench.steps), "its copies had ended"
     assert bench.ids["again"] == expected
 
 
 def test_held_to_the_end_of_the_others_it_waits_by_itself(bench: Bench) -> None:
     expected = bench.keep_in_the_host()
-    bench.add("decodes", SHORT, 6)
-    bench.round()
-    bench.mover.faults = Faults(delay=1.0)
-    bench.add("again", PROMPT, 2)
+    bench.enter_beside(6)
     while bench.core.has_work and len(bench.ids["again"]) < 2:
         bench.round()
     assert len(bench.ids["decodes"]) == 6
     assert [step.waits_for_copies for step in bench.steps].count(True) >= 1
     assert bench.ids["again"] == expected
     bench.mover.faults = Faults()
-    while bench.core.has_work:
-        bench.round()
+    bench.drain()
 
 
 def test_one_that_is_held_may_be_aborted(bench: Bench) -> None:
     bench.keep_in_the_host()
-    bench.add("decodes", SHORT, 12)
-    for _ in range(2):
-        bench.round()
-    bench.mover.faults = Faults(delay=1.0)
-    bench.add("again", PROMPT, 2)
+    bench.enter_beside(12, rounds=2)
     bench.round()
     assert bench.is_held()
     bench.core.abort(["again"])
     bench.round()
     assert bench.core._scheduler.books.prefilling == []
     bench.mover.faults = Faults(delay=0.0)
-    while bench.core.has_work:
-        bench.round()
+    bench.drain()
     assert len(bench.ids["decodes"]) == 12
     assert bench.core._manager.in_use == 0.0

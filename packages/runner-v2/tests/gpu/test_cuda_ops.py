@@ -32,15 +32,6 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
-    module = pytest.importorskip("lamella.kernels_cuda")
-    reason = module.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return module
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in TINY_CONFIGS:

@@ -12,7 +12,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,15 +43,6 @@ SAMPLING = {
     "logprobs": RowParams(temperature=0.0, num_logprobs=3),
     "allowed": RowParams(temperature=1.0, seed=1, allowed_ids=tuple(range(30, 60)), num_logprobs=0),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> ModuleType:
-    module = pytest.importorskip("lamella.kernels_cuda")
-    reason = module.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    return module
 
 
 @pytest.fixture(scope="module")
