@@ -17,6 +17,7 @@
 #pragma once
 
 #include "moe/tile_sm90.cuh"
+#include "moe/wgmma_widths.cuh"
 
 namespace lamella {
 
@@ -229,14 +230,26 @@ int launch_moe_sm90(const MoeGemm& product, int64_t places, void* stream) {
   return launch(moe_sm90_kernel<T, O, kTokens, kGroups, kWhole, kFirst>, how, maps, g);
 }
 
+// Those of moe_sm90_rows() but the widest.
 template <class T, class O, bool kFirst>
 int moe_sm90_by_rows(const MoeGemm& g, int block_rows, int64_t places, void* stream) {
-  if (block_rows == 8) return launch_moe_sm90<T, O, 8, 1, false, kFirst>(g, places, stream);
-  if (block_rows == 16) return launch_moe_sm90<T, O, 16, 1, false, kFirst>(g, places, stream);
-  if (block_rows == 32) return launch_moe_sm90<T, O, 32, 1, false, kFirst>(g, places, stream);
-  // the widest of fp8; of others that is in wide_sm90.cuh
   constexpr bool kFp8 = sizeof(T) == 1;
-  if (block_rows == 64) return launch_moe_sm90<T, O, 64, kFp8 ? 2 : 1, kFp8, kFirst>(g, places, stream);
+  switch (block_rows) {
+    case 8:
+      return launch_moe_sm90<T, O, 8, 1, false, kFirst>(g, places, stream);
+    case 16:
+      return launch_moe_sm90<T, O, 16, 1, false, kFirst>(g, places, stream);
+    case 32:
+      return launch_moe_sm90<T, O, 32, 1, false, kFirst>(g, places, stream);
+    case 64:
+      return launch_moe_sm90<T, O, 64, kFp8 ? 2 : 1, kFp8, kFirst>(g, places, stream);
+    case 96:
+      if constexpr (!kFp8) return launch_moe_sm90<T, O, 96, 1, false, kFirst>(g, places, stream);
+      break;
+    case 128:
+      if constexpr (!kFp8) return launch_moe_sm90<T, O, 128, 1, false, kFirst>(g, places, stream);
+      break;
+  }
   return kUnsupported;
 }
 
