@@ -174,7 +174,7 @@ def check_experts(x, w13, w2, ids, weights, expert_map=None, portable=False, tol
 
 
 @pytest.mark.parametrize("portable", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 33, 70, 200, 300, 700, 2500])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 33, 70, 200, 300, 400, 700, 2500])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_experts_small(portable, num_tokens, dtype):
     w13, w2 = experts_of(16, 256, 128, dtype)
@@ -217,20 +217,25 @@ def test_all_to_one_expert(portable, num_tokens):
     check_experts(x, w13, w2, ids, weights, portable=portable)
 
 
-# around the widths and blocks of the kernels for many tokens per expert, and experts without tokens
-RAGGED = [
-    0, 1, 0, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 160, 161, 176, 192, 193, 255, 256, 257, 288, 289, 304, 319, 320,
-    321, 0, 639, 640, 641, 1000, 0,
-]  # fmt: skip
+# around the widths and blocks of the kernels for 96, 128 and more rows of an expert, and experts without tokens
+RAGGED = {
+    96: [0, 1, 95, 96, 97, 0, 191, 192, 193, 8, 9, 31, 32, 33, 63, 64, 65, 40, 0],
+    128: [0, 127, 128, 129, 255, 256, 257, 1, 31, 32, 33, 96, 97, 7, 0],
+    320: [
+        0, 1, 0, 7, 8, 9, 16, 63, 64, 65, 127, 128, 129, 160, 161, 176, 192, 193, 255, 256, 257, 288, 289, 304, 319,
+        320, 321, 0, 639, 640, 641, 1000, 0,
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize("counts", list(RAGGED.values()), ids=list(RAGGED))
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (1160, 200), (64, 520)])
-def test_ragged_experts(portable, dtype, hidden, inner):
-    w13, w2 = experts_of(len(RAGGED), hidden, inner, dtype)
-    of_expert = torch.arange(len(RAGGED), device="cuda", dtype=torch.int32)
-    ids = of_expert.repeat_interleave(torch.tensor(RAGGED, device="cuda"))[:, None]
+def test_ragged_experts(portable, counts, dtype, hidden, inner):
+    w13, w2 = experts_of(len(counts), hidden, inner, dtype)
+    of_expert = torch.arange(len(counts), device="cuda", dtype=torch.int32)
+    ids = of_expert.repeat_interleave(torch.tensor(counts, device="cuda"))[:, None]
     ids = ids[torch.randperm(len(ids), device="cuda")].contiguous()
     x = torch.randn(len(ids), hidden, device="cuda").to(dtype)
     check_experts(x, w13, w2, ids, torch.rand(ids.shape, device="cuda") + 0.1, portable=portable)

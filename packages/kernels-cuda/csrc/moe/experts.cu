@@ -10,18 +10,27 @@
 
 namespace lamella {
 
+// An expert's rows scatter about their mean: a block has room for twice its root more. A token meets an expert once, so
+// that no more rows than tokens are needed.
+//
+//   rows per expert     block   kernel
+//     0 ..   4              8   gemm_sm90.cuh, weights once through one consumer warpgroup, units dealt evenly
+//     5 ..   9             16   same
+//    10 ..  22             32   same
+//    23 ..  49             64   same; fp8: the widest, two warpgroups, whole tiles
+//    50 ..  78             96   same
+//    79 .. 107            128   same
+//   108 ..                320   wide_sm90.cuh: two thread blocks share the weights
 int moe_sm90_rows(int64_t num_tokens, int64_t rows_per_expert, bool fp8) {
-  // an expert's rows scatter about their mean: room for twice its root more, and a token meets an expert once
-  const int widest = fp8 ? 64 : 128;
-  for (int rows = 8; rows < widest; rows *= 2) {
+  for (const int rows : {8, 16, 32, 64, 96, 128}) {
     const int64_t spare = rows - rows_per_expert;
-    if (num_tokens <= rows || (spare >= 0 && spare * spare >= 4 * rows_per_expert)) return rows;
+    if (num_tokens <= rows || (spare >= 0 && spare * spare >= 4 * rows_per_expert) || (fp8 && rows == 64)) return rows;
   }
-  return fp8 ? widest : kMoeWideRows;
+  return kMoeWideRows;
 }
 
 int64_t moe_sm90_partials(int block_rows) {
-  return block_rows > 64 ? 0 : int64_t{block_rows} * 128 * 4 * device_facts().num_sms;
+  return block_rows == kMoeWideRows ? 0 : int64_t{block_rows} * 128 * 4 * device_facts().num_sms;
 }
 
 namespace {

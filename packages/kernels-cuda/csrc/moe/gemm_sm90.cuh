@@ -17,6 +17,7 @@
 #pragma once
 
 #include "moe/tile_sm90.cuh"
+#include "moe/wgmma_widths.cuh"
 
 namespace lamella {
 
@@ -25,8 +26,7 @@ struct MoeMaps {
 };
 
 template <class T, class O, int kTokens, int kGroups, bool kWhole, bool kFirst>
-__global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThreads,
-                                  MoeShape<T, kTokens, kGroups, kFirst>::kShares ? 2 : 1)
+__global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThreads, 1)
     moe_sm90_kernel(const __grid_constant__ MoeMaps maps, const __grid_constant__ MoeGemm g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = MoeShape<T, kTokens, kGroups, kFirst>;
@@ -100,21 +100,12 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
         };
         Ring<kStages> ring(1);
         if (!kFirst) {
-          // fill the buffers with weights while the first product ends, then add the rows that it wrote. More weights
-          // come as far as L2.
-          constexpr int kAhead = kStages + (Shape::kShares ? 12 : 0);
+          // fill the buffers with weights while the first product ends, then add the rows that it wrote
           MoeWalk<kWhole> ahead = walk;
-          int asked = 0;
-          while (asked < kAhead && ahead.next(tile, k, k_end)) {
+          int filled = 0;
+          while (filled < kStages && ahead.next(tile, k, k_end)) {
             const int row = first_row(tile);
-            for (; k < k_end && asked < kAhead; ++k, ++asked) {
-              if (asked < kStages) {
-                weights(asked, row, k);
-              } else {
-#pragma unroll
-                for (int set = 0; set < 2 * kGroups; ++set) prefetch_box(&maps.w, k * kWidth, row + set * 64);
-              }
-            }
+            for (; k < k_end && filled < kStages; ++k) weights(filled++, row, k);
           }
           wait_predecessor();
           launch_successor();
@@ -136,7 +127,7 @@ __global__ void __launch_bounds__(MoeShape<T, kTokens, kGroups, kFirst>::kThread
     } else if (kFirst && warp < kLoader + 3) {
       // thread t has chunk t % 8 of rows t / 8, t / 8 + 8, ...
       constexpr uint32_t kNoRow = 0xffffffffu;
-      constexpr int kRows = kTokens / 8, kLag = Shape::kShares ? 2 : kStages < 6 ? kStages - 2 : 4;
+      constexpr int kRows = kTokens / 8, kLag = kStages < 6 ? kStages - 2 : 4;
       const int t = threadIdx.x - 32 * (kLoader + 1), chunk = t % 8;
       const uint32_t place = static_cast<uint32_t>(t / 8 * 128 + ((chunk ^ (t / 8)) << 4));
       constexpr int64_t kSize = sizeof(T);
@@ -239,14 +230,26 @@ int launch_moe_sm90(const MoeGemm& product, int64_t places, void* stream) {
   return launch(moe_sm90_kernel<T, O, kTokens, kGroups, kWhole, kFirst>, how, maps, g);
 }
 
+// Those of moe_sm90_rows() but the widest.
 template <class T, class O, bool kFirst>
 int moe_sm90_by_rows(const MoeGemm& g, int block_rows, int64_t places, void* stream) {
-  if (block_rows == 8) return launch_moe_sm90<T, O, 8, 1, false, kFirst>(g, places, stream);
-  if (block_rows == 16) return launch_moe_sm90<T, O, 16, 1, false, kFirst>(g, places, stream);
-  if (block_rows == 32) return launch_moe_sm90<T, O, 32, 1, false, kFirst>(g, places, stream);
-  // the widest of fp8; of others that is in wide_sm90.cuh
   constexpr bool kFp8 = sizeof(T) == 1;
-  if (block_rows == 64) return launch_moe_sm90<T, O, 64, kFp8 ? 2 : 1, kFp8, kFirst>(g, places, stream);
+  switch (block_rows) {
+    case 8:
+      return launch_moe_sm90<T, O, 8, 1, false, kFirst>(g, places, stream);
+    case 16:
+      return launch_moe_sm90<T, O, 16, 1, false, kFirst>(g, places, stream);
+    case 32:
+      return launch_moe_sm90<T, O, 32, 1, false, kFirst>(g, places, stream);
+    case 64:
+      return launch_moe_sm90<T, O, 64, kFp8 ? 2 : 1, kFp8, kFirst>(g, places, stream);
+    case 96:
+      if constexpr (!kFp8) return launch_moe_sm90<T, O, 96, 1, false, kFirst>(g, places, stream);
+      break;
+    case 128:
+      if constexpr (!kFp8) return launch_moe_sm90<T, O, 128, 1, false, kFirst>(g, places, stream);
+      break;
+  }
   return kUnsupported;
 }
 

@@ -9,14 +9,13 @@ namespace lamella {
 
 template <class T, int kTokens, int kGroups, bool kFirst>
 struct MoeShape {
-  // For few tokens two thread blocks fit a multiprocessor: the next kernel's first weights arrive while this one ends.
-  static constexpr bool kShares = kGroups == 1 && kTokens <= 32;
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kWeightBytes = kGroups * 16384, kStageBytes = kWeightBytes + kTokens * 128;
   static constexpr int kSlice = kTokens < 32 ? kTokens : 32;  // tokens finished at a time
   static constexpr int kPitch = (kFirst ? 64 : 128) + 8;      // elements; rows start in different banks
   static constexpr int kSliceBytes = kSlice * kPitch * 2;
-  static constexpr int kRoom = (kShares ? 110 : 222) * 1024 - kGroups * kSliceBytes;
+  // All of a multiprocessor for one thread block: with half as many stages, to have two of them, weights come slower.
+  static constexpr int kRoom = 222 * 1024 - kGroups * kSliceBytes;
   static constexpr int kStages = kRoom / kStageBytes < 12 ? kRoom / kStageBytes : 12;
   static constexpr int kShared = 1024 + kStages * kStageBytes + kGroups * kSliceBytes + 256;
 };
@@ -58,11 +57,6 @@ struct MoeWalk {
 
 __device__ __forceinline__ void gather_chunk(uint32_t to, const void* from, bool have) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(have ? 16 : 0) : "memory");
-}
-
-// Asks for a box to be brought into L2.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
 __device__ __forceinline__ uint64_t normal_policy() {
