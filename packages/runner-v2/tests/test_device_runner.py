@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lamella.runner_v2.output_copy import HostResult, OutputCopy
 from lamella.runner_v2.runner import ModelRunner
 from lamella.runner_v2.sampling.params import RowParams
 from lamella.runner_v2.step import Mask, NewBlocks, NewRow, Step, StepOutput, Work
@@ -274,3 +275,25 @@ class TestWrites:
             assert tensor.numpy().dtype == array.dtype
             assert tensor.shape == array.shape
             assert np.array_equal(tensor.numpy(), array)
+
+
+def test_no_step_is_told_before_the_device_has_ended_it(
+    model: TinyModel, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a prompt bring no ids, and yet whoever hears of them copies what they wrote."""
+    waited: list[int] = []
+
+    class Watched(OutputCopy):
+        def wait(self) -> HostResult:
+            waited.append(len(self._copies[0]))
+            return super().wait()
+
+    monkeypatch.setattr("lamella.runner_v2.runner.OutputCopy", Watched)
+    runner = load(model, device)
+    hand = HandScheduler(runner.execute, runner.report().groups, 96)
+    runner.allocate(hand.layout)
+    row = hand.add([5 + n % 90 for n in range(50)])
+    for length in (20, 20, 10):
+        hand.step({row: length})
+    assert waited == [0, 0, 1]
+    assert [output.num_tokens for output in hand.outputs] == [[0], [0], [1]]

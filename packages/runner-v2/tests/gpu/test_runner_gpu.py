@@ -277,6 +277,20 @@ def test_steps_in_flight_emit_what_single_ones_emit(folder: Path, family: str) -
             assert one == other, f"{family}: step {one.step_id} with {depth} in flight"
 
 
+def test_no_step_is_told_before_the_device_has_ended_it(folder: Path) -> None:
+    """Chunks of a prompt bring no ids, and yet whoever hears of them copies what they wrote."""
+    runner = load(folder / "llama")
+    hand = HandScheduler(runner.execute, runner.report().groups)
+    runner.allocate(hand.layout)
+    row = hand.add([5 + n % 90 for n in range(64)])
+    hand.step({row: 16})
+    torch.cuda._sleep(400_000_000)  # some 200 ms
+    hand.step({row: 16})
+    behind = torch.cuda.Event()
+    behind.record()
+    assert behind.query(), "the step was told while the device had not come to it"
+
+
 # ---- (e) fp8 cache ---------------------------------------------------------------------------------------------------
 
 

@@ -186,7 +186,7 @@ def sampled(rule, rows):
 @pytest.mark.skipif(not on_gpu, reason="needs a GPU")
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_follow_the_law(rule):
-    chi2, degrees = sampled(rule, 2_000_000)
+    chi2, degrees = sampled(rule, 1_000_000)
     assert degrees > 20
     assert chi2 < degrees + 5 * (2 * degrees) ** 0.5, (chi2, degrees)
 

@@ -22,7 +22,7 @@ class Pending(NamedTuple):
     generations: list[int]
     """Of the batch's rows, when the step was launched."""
     copy: OutputCopy | None
-    """None: no row sampled."""
+    """Of nothing where no row sampled; None: nothing was computed."""
     logprobs: list[TokenLogprobs | None] | None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     started: float

@@ -369,7 +369,8 @@ class ModelRunner:
             state.plan_ahead(layout.rows, layout.query_lens)
             no_ids = layout.draft_tokens.new_empty(0, dtype=torch.int32)
             state.advance(layout.device_rows, layout.device_query_lens, layout.device_sampled, no_ids)
-            return pending
+            # nothing to bring, but the step has not ended before this is there: who hears that it has copies its blocks
+            return pending._replace(copy=OutputCopy(no_ids, no_ids.to(torch.uint8)))
 
         logits = self._assembly.model.finish(carried, inputs.logits_idx)
         checker = self._drafting if layout.max_verify_len else None
@@ -421,8 +422,8 @@ class ModelRunner:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] | None = None
         failed: dict[int, int] = {}
-        if pending.copy is not None:
-            host = pending.copy.wait()
+        host = None if pending.copy is None else pending.copy.wait()
+        if host is not None and len(layout.sampled):
             failed = failures(host, layout)
             lives = np.array([i not in failed for i in range(len(layout.sampled))]) if failed else True
             num_tokens[layout.sampled] = np.where(lives, host.num_accepted + 1, 0)
