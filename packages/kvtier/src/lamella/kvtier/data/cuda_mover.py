@@ -43,8 +43,11 @@ MIN_PARTS, MAX_PARTS = 2, 8
 """Of loads, and of stores, that wait on the device at once: the more, the longer the caller was away."""
 LINK_BYTES_PER_S = 50e9
 """What may have been copied meanwhile; no more than a guess is needed."""
-LOAD_CALL_BYTES = 8 << 20
-"""That one call copies at least, where layers are small: some 150 microseconds of a link."""
+FIRST_CALL_BYTES = 1 << 20
+"""That the first call of a launch copies at least, where layers are small, and each behind it twice as much: a call takes
+the longer the more it copies, and until the first one returns the link is idle."""
+LOAD_CALL_BYTES, STORE_CALL_BYTES = 8 << 20, 64 << 20
+"""… up to so much: of loads some 150 microseconds of a link, for a step holds for each call's end."""
 CLOSE_S = 5.0
 """What close() waits for copies under way."""
 FIRST_SLAB_S = 2.0
@@ -366,14 +369,14 @@ class CudaDeviceMover:
         return batch
 
     def _runs(self, pairs: Mapping[int, Pairs], lane: int) -> list[list[int]]:
-        """Places of layers that are copied by one call, and held for together: stores all, loads as many as have some
-        MiB, for a call costs as much as that."""
+        """Places of layers that are copied by one call, and held for together."""
+        most = LOAD_CALL_BYTES if lane == LOADS else STORE_CALL_BYTES
         runs: list[list[int]] = []
         num_bytes = 0
         for place, (layer, group) in enumerate(self.map.order):
             if group not in pairs:
                 continue
-            if not runs or (num_bytes >= LOAD_CALL_BYTES and lane == LOADS):
+            if not runs or num_bytes >= min(most, FIRST_CALL_BYTES << (len(runs) - 1)):
                 runs.append([])
                 num_bytes = 0
             runs[-1].append(place)
