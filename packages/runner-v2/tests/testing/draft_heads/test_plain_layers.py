@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from lamella.runner_v2.testing.draft_heads.checkpoint import random_array
+from lamella.runner_v2.testing.draft_heads.layer_format import layer_config, layer_shapes
 from lamella.runner_v2.testing.draft_heads.plain_layers import (
     LayerShape,
     Weights,
     attend,
     decoder_layer,
-    layer_shapes,
     rms_norm,
     rotate,
 )
@@ -49,17 +49,15 @@ def test_model_of_plain_layers(tmp_path: Path, family: str, fields: dict[str, An
     np.testing.assert_allclose(logits, expected, atol=ROUNDING)
 
 
-def test_layer_shapes_are_those_of_transformers() -> None:
-    config = transformers.Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        attention_bias=True, num_hidden_layers=1, vocab_size=8,
-    )  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_layer_shapes_are_those_of_transformers(kind: str, bias: bool) -> None:
+    fields = layer_config(kind, num_layers=1, hidden_size=32, vocab_size=8, attention_bias=bias)
+    config = transformers.AutoConfig.for_model(**{k: v for k, v in fields.items() if k != "architectures"})
     with torch.device("meta"):
-        layer = transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer(config, 0)
-    shapes = layer_shapes(
-        "", hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, bias=True
-    )
-    assert {name: tuple(t.shape) for name, t in layer.state_dict().items()} == shapes
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if ".layers.0." in name}
+    assert shapes == layer_shapes("model.layers.0.", fields)
 
 
 def test_rotation_by_hand() -> None:

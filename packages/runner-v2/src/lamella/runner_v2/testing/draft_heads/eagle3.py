@@ -23,20 +23,21 @@ import numpy as np
 
 from lamella.runner_v2.testing.draft_heads import checkpoint
 from lamella.runner_v2.testing.draft_heads.checkpoint import Array
+from lamella.runner_v2.testing.draft_heads.layer_format import (
+    OTHER_BASE,
+    layer_config,
+    layer_shapes,
+    speculators_config,
+)
 from lamella.runner_v2.testing.draft_heads.plain_layers import (
     LayerShape,
     Weights,
     decoder_layer,
     finish_layer,
-    layer_shapes,
     rms_norm,
     self_attention,
 )
 from lamella.runner_v2.testing.draft_heads.target import Ends
-
-LAYERS = ("llama", "qwen3")
-OTHER_BASE = {"rope_type": "default", "rope_theta": 500.0}
-"""Rotation by a base other than everybody's default, so that one who overlooks it is seen."""
 
 
 def write_checkpoint(
@@ -71,25 +72,23 @@ def write_checkpoint(
     safetensors. target_path: of the target, where the format has a place for it.
     """
     assert style in ("speculators", "authors"), style
-    assert layer in LAYERS, layer
     assert style == "speculators" or num_layers == 1, "the authors' format has one layer"
     num_aux = len(aux_layer_ids) if aux_layer_ids is not None else 3
     target_width = target_hidden_size or hidden_size
     draft_vocab = draft_vocab_size or vocab_size
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    }
-    sizes["head_dim"] = hidden_size // 4
     first = "midlayer." if style == "authors" else "layers.0."
+    fields = layer_config(
+        layer,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        attention_bias=attention_bias,
+    )
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden_size, num_aux * target_width)}
-    kind: dict[str, Any] = {"qk_norm": layer == "qwen3", "bias": attention_bias}
-    shapes |= layer_shapes(first, input_size=2 * hidden_size, **sizes, **kind)
+    shapes |= layer_shapes(first, fields, input_size=2 * hidden_size)
     shapes[f"{first}hidden_norm.weight"] = (hidden_size,)
     for index in range(1, num_layers):
-        shapes |= layer_shapes(f"layers.{index}.", **sizes, **kind)
+        shapes |= layer_shapes(f"layers.{index}.", fields)
     shapes["norm.weight"] = (hidden_size,)
     if own_output:
         shapes["lm_head.weight"] = (draft_vocab, hidden_size)
@@ -102,23 +101,6 @@ def write_checkpoint(
     tensors: dict[str, Any] = dict(checkpoint.random_tensors(seed, shapes))
     if draft_vocab_size is not None:
         tensors |= checkpoint.draft_vocabulary(seed, vocab_size, draft_vocab_size)
-
-    layer_config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM" if layer == "llama" else "Qwen3ForCausalLM"],
-        "model_type": layer,
-        "hidden_size": hidden_size,
-        "intermediate_size": sizes["intermediate_size"],
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": sizes["num_heads"],
-        "num_key_value_heads": sizes["num_kv_heads"],
-        "head_dim": sizes["head_dim"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 512,
-        "attention_bias": attention_bias,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": False,
-    }
     flags = {
         "norm_before_residual": norm_before_residual,
         "norm_before_fc": norm_before_fc,
@@ -131,7 +113,7 @@ def write_checkpoint(
             "speculators_model_type": "eagle3",
             "speculators_version": "0.9.0",
             "speculators_config": speculators_config("eagle3", 3, target_path),
-            "transformer_layer_config": {**layer_config, "rope_parameters": OTHER_BASE},
+            "transformer_layer_config": {**fields, "rope_parameters": OTHER_BASE},
             "draft_vocab_size": draft_vocab,
             "target_hidden_size": target_hidden_size,
             "eagle_aux_hidden_state_layer_ids": None if aux_layer_ids is None else list(aux_layer_ids),
@@ -139,7 +121,7 @@ def write_checkpoint(
             **flags,
         }
     else:
-        config = {**layer_config, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
+        config = {**fields, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
         config |= {name: value for name, value in flags.items() if value and name != "norm_before_fc"}
         if layer == "llama":
             del config["head_dim"]  # the authors leave it to hidden_size / num_attention_heads
@@ -151,22 +133,6 @@ def write_checkpoint(
             config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(aux_layer_ids)
     file = "pytorch_model.bin" if binary else "model.safetensors"
     return checkpoint.write(folder, config, tensors, dtype=dtype, file=file)
-
-
-def speculators_config(algorithm: str, num_drafts: int, target: str | None) -> dict[str, Any]:
-    """The part of a config.json of speculators 0.9.0 that says how to propose, and for whom."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_drafts,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": {"name_or_path": target, "architectures": []},
-    }
 
 
 def reference_logits(
