@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # this environment holds the package's requirements, not the package, which would bring another transformers
 sys.path.insert(0, str(ROOT / "packages/runner-v2/src"))
 
-from lamella.runner_v2.testing.draft_heads import checkpoint, eagle3, goldens, target  # noqa: E402
+from lamella.runner_v2.testing.draft_heads import checkpoint, eagle3, goldens, mtp, target  # noqa: E402
 from lamella.runner_v2.testing.draft_heads.checkpoint import Array  # noqa: E402
 
 FOLDER = ROOT / "packages/runner-v2/tests/testing/draft_heads/golden"
@@ -40,11 +40,11 @@ def load(folder: Path) -> Any:
     config.transformer_layer_config._attn_implementation = "eager"
     model: Any = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float64).eval()
     # what a checkpoint leaves to its target is taken from there if it is NaN, but loading leaves what memory held
-    missing = {"embed_tokens.weight", "lm_head.weight"} - checkpoint.read(folder).tensors.keys()
-    with torch.no_grad():
-        for name in missing:
-            model.get_parameter(name).fill_(torch.nan)
-    model.load_verifier_weights()
+    if hasattr(model, "verifier_lm_head"):  # MTP's model sees to it itself, once
+        with torch.no_grad():
+            for name in {"embed_tokens.weight", "lm_head.weight"} - checkpoint.read(folder).tensors.keys():
+                model.get_parameter(name).fill_(torch.nan)
+        model.load_verifier_weights()
     assert not any(parameter.isnan().any() for parameter in model.parameters()), f"{folder}: tensors were not loaded"
     return model
 
@@ -78,8 +78,19 @@ def run_eagle3(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
     return np.stack(logits)
 
 
-WRITERS: dict[str, Callable[..., Path]] = {"eagle3": eagle3.write_checkpoint}
-RUNNERS: dict[str, Callable[[Path, Path, dict[str, Any]], Array]] = {"eagle3": run_eagle3}
+def run_mtp(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
+    """[NUM_STEPS, NUM_ROWS - 1 - NUM_STEPS, vocab_size]: in each pass, row i is fed with row i of the pass before and
+    with the id that lies one further on."""
+    convert_model(str(folder), str(folder), "mtp", str(scratch / "module"), num_speculative_steps=goldens.NUM_STEPS)
+    model = load(scratch / "module")
+    hidden = torch.from_numpy(goldens.hidden_states(goldens.SIZES["hidden_size"]))
+    with torch.no_grad():
+        logits, *_ = model(input_ids=torch.tensor([goldens.token_ids()]), hidden_states=hidden[None])
+    return np.stack([rows[0].numpy() for rows in logits])
+
+
+WRITERS: dict[str, Callable[..., Path]] = {"eagle3": eagle3.write_checkpoint, "mtp": mtp.write_checkpoint}
+RUNNERS: dict[str, Callable[[Path, Path, dict[str, Any]], Array]] = {"eagle3": run_eagle3, "mtp": run_mtp}
 
 
 def golden_of(head: str) -> goldens.Golden:
@@ -91,7 +102,8 @@ def golden_of(head: str) -> goldens.Golden:
             target.write_ends(scratch / "target", goldens.SEED, **goldens.SIZES)
             # the digest is of a folder without the path of its target
             digests[case] = checkpoint.digest(WRITERS[head](scratch / "nameless", goldens.SEED, **variant))
-            folder = WRITERS[head](scratch / "head", goldens.SEED, **variant, target_path=str(scratch / "target"))
+            own_target = {} if head == "mtp" else {"target_path": str(scratch / "target")}
+            folder = WRITERS[head](scratch / "head", goldens.SEED, **variant, **own_target)
             results[case] = RUNNERS[head](folder, scratch, variant)
     versions = {name: importlib.metadata.version(name) for name in ("speculators", "transformers", "torch")}
     return goldens.Golden(results, digests, versions)

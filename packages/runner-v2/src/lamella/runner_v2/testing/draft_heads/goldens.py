@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "two_aux_layers": {**REDUCED, "aux_layer_ids": (1, 4)},
         "authors": {**REDUCED, "style": "authors", "binary": True},
     },
+    "mtp": {kind: {**SIZES, "kind": kind} for kind in ("qwen3", "qwen3_next", "qwen3_5_text")},
 }
 """head -> case -> variant of its write_checkpoint, all with SEED."""
 
