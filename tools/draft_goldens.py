@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import inspect
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # this environment holds the package's requirements, not the package, which would bring another transformers
 sys.path.insert(0, str(ROOT / "packages/runner-v2/src"))
 
-from lamella.runner_v2.testing.draft_heads import checkpoint, eagle3, goldens, mtp, target  # noqa: E402
+from lamella.runner_v2.testing.draft_heads import checkpoint, dflash, eagle3, goldens, mtp, target  # noqa: E402
 from lamella.runner_v2.testing.draft_heads.checkpoint import Array  # noqa: E402
 
 FOLDER = ROOT / "packages/runner-v2/tests/testing/draft_heads/golden"
@@ -89,8 +91,66 @@ def run_mtp(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
     return np.stack([rows[0].numpy() for rows in logits])
 
 
-WRITERS: dict[str, Callable[..., Path]] = {"eagle3": eagle3.write_checkpoint, "mtp": mtp.write_checkpoint}
-RUNNERS: dict[str, Callable[[Path, Path, dict[str, Any]], Array]] = {"eagle3": run_eagle3, "mtp": run_mtp}
+class BlockRun(NamedTuple):
+    """One pass of a block drafter over all blocks."""
+
+    model: Any
+    hidden: torch.Tensor  # [num_anchors * block_size, hidden_size], normed
+    given: inspect.BoundArguments  # what the head gives to its losses: the logits, and what follows from them
+
+    def blocks(self, values: torch.Tensor) -> Array:
+        """[1, num_anchors * block_size, width] -> [num_anchors, block_size, width]"""
+        return np.asarray(values.reshape(len(goldens.ANCHORS), self.model.block_size, -1).numpy())
+
+
+def run_block(folder: Path, scratch: Path, variant: dict[str, Any]) -> BlockRun:
+    """Run the head's forward; its losses, which need Triton, are not computed."""
+    if variant.get("style") == "authors":
+        convert_model(str(folder), str(scratch / "target"), "dflash", str(scratch / "converted"))
+        folder = scratch / "converted"
+    model = load(folder)
+    module = sys.modules[type(model).__module__]
+    signature, given = inspect.signature(module.compute_metrics), []
+
+    def keep(*args: Any, **kwargs: Any) -> tuple[None, None]:
+        given.append(signature.bind(*args, **kwargs))
+        return None, None
+
+    hidden = []
+    model.norm.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[0]))
+    num_rows = len(goldens.BLOCK_IDS)
+    chosen = torch.zeros(1, num_rows)
+    chosen[0, list(goldens.ANCHORS)] = 1
+    with torch.no_grad(), mock.patch.object(module, "compute_metrics", keep):
+        model(
+            torch.from_numpy(goldens.block_hidden_states(model.fc.in_features))[None],
+            torch.tensor([goldens.BLOCK_IDS]),
+            chosen,
+            torch.zeros(1, num_rows, goldens.SIZES["hidden_size"], dtype=torch.float64),
+            torch.zeros(1, num_rows, dtype=torch.long),
+            max_anchors=len(goldens.ANCHORS),
+        )
+    return BlockRun(model, hidden[0], given[0])
+
+
+def run_dflash(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
+    """[num_anchors, block_size, draft_vocab_size], the anchor's slot too."""
+    run = run_block(folder, scratch, variant)
+    return run.blocks(run.given.arguments["logits"])
+
+
+class Head(NamedTuple):
+    """How a head's checkpoints are written and run."""
+
+    write: Callable[..., Path]
+    run: Callable[[Path, Path, dict[str, Any]], Array]
+
+
+HEADS = {
+    "eagle3": Head(eagle3.write_checkpoint, run_eagle3),
+    "mtp": Head(mtp.write_checkpoint, run_mtp),
+    "dflash": Head(dflash.write_checkpoint, run_dflash),
+}
 
 
 def golden_of(head: str) -> goldens.Golden:
@@ -101,21 +161,21 @@ def golden_of(head: str) -> goldens.Golden:
             scratch = Path(name)
             target.write_ends(scratch / "target", goldens.SEED, **goldens.SIZES)
             # the digest is of a folder without the path of its target
-            digests[case] = checkpoint.digest(WRITERS[head](scratch / "nameless", goldens.SEED, **variant))
+            digests[case] = checkpoint.digest(HEADS[head].write(scratch / "nameless", goldens.SEED, **variant))
             own_target = {} if head == "mtp" else {"target_path": str(scratch / "target")}
-            folder = WRITERS[head](scratch / "head", goldens.SEED, **variant, **own_target)
-            results[case] = RUNNERS[head](folder, scratch, variant)
+            folder = HEADS[head].write(scratch / "head", goldens.SEED, **variant, **own_target)
+            results[case] = HEADS[head].run(folder, scratch, variant)
     versions = {name: importlib.metadata.version(name) for name in ("speculators", "transformers", "torch")}
     return goldens.Golden(results, digests, versions)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("heads", nargs="*", metavar="HEAD", choices=[[], *RUNNERS], help=", ".join(RUNNERS))
+    parser.add_argument("heads", nargs="*", metavar="HEAD", choices=[[], *HEADS], help=", ".join(HEADS))
     parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
     args = parser.parse_args()
     far = False
-    for head in args.heads or RUNNERS:
+    for head in args.heads or HEADS:
         made, path = golden_of(head), FOLDER / f"{head}.safetensors"
         if not args.check:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ from lamella.runner_v2.testing.draft_heads.plain_layers import (
     rms_norm,
     self_attention,
 )
-from lamella.runner_v2.testing.draft_heads.target import Ends
+from lamella.runner_v2.testing.draft_heads.target import DraftEnds, Ends
 
 
 def write_checkpoint(
@@ -156,11 +156,11 @@ def reference_logits(
     hidden_states = np.asarray(hidden_states, dtype=np.float64)
     assert len(hidden_states) == len(token_ids) > 0, "one token behind each hidden state"
     positions = list(positions) if positions is not None else list(range(len(token_ids)))
-    inputs = [(head.embedding[token], head.combine(a)) for token, a in zip(token_ids, hidden_states)]
+    inputs = [(head.ends.embedding[token], head.combine(a)) for token, a in zip(token_ids, hidden_states)]
     rows = [head.last_row(inputs[: row + 1], positions[: row + 1]) for row in range(len(token_ids))]
     for token in draft_ids:
         _, handed_on = rows[-1]
-        inputs.append((head.embedding[token], handed_on))
+        inputs.append((head.ends.embedding[token], handed_on))
         positions.append(positions[-1] + 1)
         rows.append(head.last_row(inputs, positions))
     return np.stack([logits for logits, _ in rows])
@@ -192,17 +192,7 @@ class _Head:
         self.shape = LayerShape.of(self.layer_config)
         self.weights = Weights(tensors)
         self.first = self.weights.below("midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0.")
-        self.embedding = _own_or(tensors.get("embed_tokens.weight"), target and target.embedding)
-        if "lm_head.weight" in tensors:
-            self.output = tensors["lm_head.weight"]
-        else:
-            self.output = _own_or(None, target and target.output)[self.target_ids()]
-
-    def target_ids(self) -> list[int]:
-        """[draft_vocab_size], the target's id of each id of the draft's vocabulary."""
-        if "d2t" not in self.weights:
-            return list(range(self.layer_config["vocab_size"]))
-        return [draft_id + int(shift) for draft_id, shift in enumerate(self.weights["d2t"])]
+        self.ends = DraftEnds(tensors, self.layer_config["vocab_size"], target)
 
     def combine(self, a: Array) -> Array:
         """[num_aux * target_hidden_size] -> [hidden_size]"""
@@ -229,12 +219,5 @@ class _Head:
         for index in range(1, self.layer_config["num_hidden_layers"]):
             rows = decoder_layer(self.weights.below(f"layers.{index}."), self.shape, rows, positions)
         out = rms_norm(rows[-1], self.weights["norm.weight"], eps)
-        logits = np.full(self.layer_config["vocab_size"], -np.inf)
-        logits[self.target_ids()] = self.output @ out
-        return logits, out if self.config.get("norm_output", False) else rows[-1]
-
-
-def _own_or(own: Array | None, shared: Array | None) -> Array:
-    held = own if own is not None else shared
-    assert held is not None, "the checkpoint shares this tensor with its target: pass target"
-    return held
+        handed_on = out if self.config.get("norm_output", False) else rows[-1]
+        return self.ends.spread(self.ends.output @ out), handed_on

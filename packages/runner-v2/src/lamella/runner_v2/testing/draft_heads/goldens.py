@@ -38,6 +38,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "two_aux_layers": {**REDUCED, "aux_layer_ids": (1, 4)},
         "authors": {**REDUCED, "style": "authors", "binary": True},
     },
+    "dflash": {
+        "plain": SIZES,
+        "reduced_vocabulary_with_bias": {**REDUCED, "attention_bias": True, "target_layer_ids": (0, 2, 5)},
+        "sliding_layer": {**SIZES, "num_layers": 3, "sliding_layers": (1,)},
+        "sliding_layers_non_causal": {**SIZES, "sliding_layers": (0, 1), "causal": False},
+        "from_anchor": {**SIZES, "sample_from_anchor": True},
+        "authors": {**SIZES, "style": "authors"},
+    },
     "mtp": {kind: {**SIZES, "kind": kind} for kind in ("qwen3", "qwen3_next", "qwen3_5_text")},
 }
 """head -> case -> variant of its write_checkpoint, all with SEED."""
@@ -62,6 +70,17 @@ def hidden_states(width: int) -> Array:  # [NUM_ROWS, width]
 def token_ids() -> list[int]:
     """[NUM_ROWS], the token behind each of them."""
     return [3, 60, 17, 17, 0, 41]
+
+
+BLOCK_IDS = [3, 60, 17, 17, 0, 41, 22, 9, 33, 5, 50, 12]
+"""The sequence on which block drafters are compared."""
+ANCHORS = (3, 7)
+"""Places in it at which blocks start; the hidden states before them are their context."""
+
+
+def block_hidden_states(width: int) -> Array:  # [len(BLOCK_IDS), width]
+    """The target's hidden states of that sequence."""
+    return random_array(SEED, f"block hidden states {width}", [len(BLOCK_IDS), width])
 
 
 def save(path: Path, golden: Golden) -> None:

@@ -3,8 +3,11 @@ a Llama's of eight layers without the layers. For targets that compute, see `tes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lamella.runner_v2.testing.draft_heads import checkpoint
 from lamella.runner_v2.testing.draft_heads.checkpoint import Array
@@ -47,3 +50,31 @@ def ends(folder: str | Path) -> Ends:
     tensors = checkpoint.read(folder).tensors
     embedding = tensors["model.embed_tokens.weight"]
     return Ends(embedding, tensors["model.norm.weight"], tensors.get("lm_head.weight", embedding))
+
+
+class DraftEnds:
+    """Embedding and output matrix of a head: its own where its checkpoint has them, else the target's; and the ids that
+    its rows of logits stand for. Names: embed_tokens.weight, lm_head.weight, d2t."""
+
+    def __init__(self, tensors: Mapping[str, Array], vocab_size: int, target: Ends | None) -> None:
+        self.vocab_size = vocab_size
+        self.ids = list(range(vocab_size))  # the target's id of each id of the head's vocabulary
+        if "d2t" in tensors:
+            self.ids = [draft_id + int(shift) for draft_id, shift in enumerate(tensors["d2t"])]
+        missing = {"embed_tokens.weight", "lm_head.weight"} - tensors.keys()
+        assert target is not None or not missing, (
+            f"the checkpoint shares {sorted(missing)} with its target: pass target"
+        )
+        self.embedding: Array = tensors["embed_tokens.weight"] if target is None else target.embedding
+        self.embedding = tensors.get("embed_tokens.weight", self.embedding)
+        if "lm_head.weight" in tensors:
+            self.output = tensors["lm_head.weight"]
+        else:
+            assert target is not None
+            self.output = target.output[self.ids]
+
+    def spread(self, logits: Array) -> Array:
+        """[draft_vocab_size] -> [vocab_size], -inf where an id is not in the head's vocabulary."""
+        spread = np.full(self.vocab_size, -np.inf)
+        spread[self.ids] = logits
+        return spread
