@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # this environment holds the package's requirements, not the package, which would bring another transformers
 sys.path.insert(0, str(ROOT / "packages/runner-v2/src"))
 
-from lamella.runner_v2.testing.draft_heads import checkpoint, dflash, eagle3, goldens, mtp, target  # noqa: E402
+from lamella.runner_v2.testing.draft_heads import checkpoint, dflash, dflash2, dspark, eagle3, goldens, mtp, target  # noqa: E402
 from lamella.runner_v2.testing.draft_heads.checkpoint import Array  # noqa: E402
 
 FOLDER = ROOT / "packages/runner-v2/tests/testing/draft_heads/golden"
@@ -139,6 +139,27 @@ def run_dflash(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
     return run.blocks(run.given.arguments["logits"])
 
 
+def run_dspark(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
+    """[num_anchors, block_size, draft_vocab_size + 1], behind the sequence's own ids; the last column is the logit of
+    the confidence."""
+    run = run_block(folder, scratch, variant)
+    confidences = run.blocks(run.given.arguments["confidence_logits"])
+    return np.concatenate([run.blocks(run.given.arguments["logits"]), confidences], axis=2)
+
+
+def run_dflash2(folder: Path, scratch: Path, variant: dict[str, Any]) -> Array:
+    """[2, num_anchors, block_size, vocab_size]: logits of slots alone, and scores of candidates behind the sequence's
+    own ids, -inf for all others."""
+    run = run_block(folder, scratch, variant)
+    unary = run.given.arguments["unary_logits"]
+    indices = torch.tensor(goldens.ANCHORS)[:, None] + torch.arange(run.model.block_size)
+    before = run.model._predecessor_ids(torch.tensor([goldens.BLOCK_IDS]), indices.flatten()).reshape(1, -1)
+    with torch.no_grad():
+        candidates, scores = run.model.candidate_selector.select(unary, run.hidden[None], before)
+    spread = torch.full_like(unary, -torch.inf).scatter(-1, candidates, scores)
+    return np.stack([run.blocks(unary), run.blocks(spread)])
+
+
 class Head(NamedTuple):
     """How a head's checkpoints are written and run."""
 
@@ -150,6 +171,8 @@ HEADS = {
     "eagle3": Head(eagle3.write_checkpoint, run_eagle3),
     "mtp": Head(mtp.write_checkpoint, run_mtp),
     "dflash": Head(dflash.write_checkpoint, run_dflash),
+    "dspark": Head(dspark.write_checkpoint, run_dspark),
+    "dflash2": Head(dflash2.write_checkpoint, run_dflash2),
 }
 
 
@@ -185,7 +208,7 @@ def main() -> None:
         kept = goldens.load(path)
         for case, result in made.results.items():
             known = case in kept.results and kept.digests[case] == made.digests[case]
-            distance = float(np.max(np.abs(result - kept.results[case]))) if known else np.inf
+            distance = float(np.nanmax(np.abs(result - kept.results[case]))) if known else np.inf
             far |= not distance <= ROUNDING
             print(f"{head} {case}: " + (f"{distance:.1e}" if known else "not of this checkpoint"))
     sys.exit(1 if far else 0)

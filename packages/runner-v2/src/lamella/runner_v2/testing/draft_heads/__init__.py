@@ -11,6 +11,8 @@ float64, one token at a time, every row from all rows before it, without a KV ca
 | `eagle3` | EAGLE-3; of speculators, of its authors | the target's rows, then one for each draft id fed back |
 | `mtp` | MTP with one module, inside a target's checkpoint; `mtp.*`, `model.layers.N.*` | as `eagle3` |
 | `dflash` | DFlash; of speculators, of its authors | one for each draft of a block |
+| `dspark` | DSpark; of speculators, of its authors | one for each draft, behind those before |
+| `dflash2` | DFlash2; of speculators, of its authors | the same |
 | `draft_model` | a small language model; of transformers | one for each token |
 
 Widths are by default those of `testing/tiny_models.py`, so that a head can be put on a tiny target of any family.

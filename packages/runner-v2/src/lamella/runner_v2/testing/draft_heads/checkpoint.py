@@ -49,6 +49,9 @@ def random_tensors(seed: int, shapes: Mapping[str, Sequence[int]], *, plus_one: 
         elif len(shape) == 1:
             factor = random_array(seed, name, shape, 0.2)
             made[name] = factor if any(part in name for part in plus_one) else 1 + factor
+        elif name.endswith("base_kernel"):  # near the identity that training starts from
+            made[name] = random_array(seed, name, shape, 0.3)
+            made[name][:, 0] += 1
         elif "embed" in name or "codebook" in name or "markov_w1" in name:
             made[name] = random_array(seed, name, shape)
         else:

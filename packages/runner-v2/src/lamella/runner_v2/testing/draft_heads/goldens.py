@@ -46,6 +46,20 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "from_anchor": {**SIZES, "sample_from_anchor": True},
         "authors": {**SIZES, "style": "authors"},
     },
+    "dspark": {
+        "vanilla": SIZES,
+        "gated": {**SIZES, "markov_head_type": "gated"},
+        "rnn": {**SIZES, "markov_head_type": "rnn"},
+        "rnn_not_from_anchor": {**SIZES, "markov_head_type": "rnn", "sample_from_anchor": False},
+        "reduced_vocabulary": {**REDUCED, "sample_from_anchor": False},
+        "confidence_without_markov": {**SIZES, "confidence_with_markov": False},
+    },
+    "dflash2": {
+        "plain": SIZES,
+        "three_taps": {**SIZES, "conv_kernel_size": 3, "conv_group_size": 8},
+        "sliding_layer": {**SIZES, "sliding_layers": (0,)},
+        "from_anchor": {**SIZES, "sample_from_anchor": True},
+    },
     "mtp": {kind: {**SIZES, "kind": kind} for kind in ("qwen3", "qwen3_next", "qwen3_5_text")},
 }
 """head -> case -> variant of its write_checkpoint, all with SEED."""
