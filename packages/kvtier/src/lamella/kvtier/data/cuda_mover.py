@@ -44,8 +44,8 @@ MIN_PARTS, MAX_PARTS = 2, 8
 LINK_BYTES_PER_S = 50e9
 """What may have been copied meanwhile; no more than a guess is needed."""
 FIRST_CALL_BYTES = 1 << 20
-"""That the first call of a launch copies at least, where layers are small, and each behind it twice as much: a call takes
-the longer the more it copies, and until the first one returns the link is idle."""
+"""That the first call of a launch copies at least, where layers are small, and each behind it twice as much: a call
+takes the longer the more it copies, and until the first one returns the link is idle."""
 LOAD_CALL_BYTES, STORE_CALL_BYTES = 8 << 20, 64 << 20
 """… up to so much: of loads some 150 microseconds of a link, for a step holds for each call's end."""
 CLOSE_S = 5.0
