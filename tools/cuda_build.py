@@ -4,7 +4,8 @@
 
 Builds into the source folder, incrementally: a changed kernel compiles its own file again. Then: the library holds
 machine code for each architecture asked for and needs neither torch, Python nor a driver to load; the package imports,
-says what is missing when a kernel is called, and names wrong arguments; types and import contracts of the package.
+says what is missing when a kernel is called, and names wrong arguments; types and import contracts of the package;
+and specdec's Triton kernels, interpreted and compiled.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> int:
             ("library", check_library(args.archs.split(";"))),
             ("tests", run(["-m", "pytest", "-m", "not gpu", "-q", "packages/kernels-cuda/tests"])),
             ("types", run(["-m", "mypy", "-p", "lamella.kernels_cuda"])),
+            ("triton", check_triton()),
         )
         if not passed
     ]
@@ -98,9 +100,20 @@ def check_library(archs: list[str]) -> bool:
     return found == set(archs) and not foreign and not strangers
 
 
-def run(words: list[str]) -> bool:
-    path = os.pathsep.join([str(PACKAGE / "src"), os.environ.get("PYTHONPATH", "")])
-    return not subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
+def check_triton() -> bool:
+    """specdec's Triton kernels: their results in Triton's interpreter, and machine code for NVIDIA and AMD GPUs."""
+    tests = ROOT / "packages" / "specdec" / "tests" / "verify"
+    command = ["-m", "pytest", "-q", "--confcutdir", str(tests), "-m", "not gpu"]
+    interpreted = run([*command, str(tests / "test_triton.py")], {"TRITON_INTERPRET": "1"})
+    return run([*command, str(tests / "test_triton_compiles.py")]) and interpreted
+
+
+def run(words: list[str], extra: dict[str, str] | None = None) -> bool:
+    """A Python of this environment that finds the packages' sources."""
+    sources = [str(ROOT / "packages" / name / "src") for name in ("kernels-cuda", "specdec")]
+    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **(extra or {})}
+    return not subprocess.run([sys.executable, *words], cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -70,3 +70,10 @@ def test_drafts_beyond_the_logits_rows_are_not_looked_at():
         torch.tensor([4, 5, 9, 9]), torch.tensor([[4, 5, 9], [9, 9, 9]], dtype=torch.int32), torch.tensor([0, 2, 4])
     )
     assert (verdict.num_accepted.tolist(), verdict.next_ids.tolist()) == ([1, 1], [5, 9])
+
+
+def test_tensors_off_a_gpu_are_judged_by_torch():
+    registry = pytest.importorskip("lamella.specdec.verify.registry")
+    chosen = registry.verifiers(torch.device("cpu"))
+    assert chosen is registry.TORCH
+    assert chosen.one_hot(torch.tensor([3, 4]), torch.tensor([[3]]), torch.tensor([0, 2])).next_ids.tolist() == [4]

@@ -37,8 +37,8 @@ from lamella.specdec.batch import NO_DRAFT
 from lamella.specdec.networks.chain import ChainDrafter, DraftModelDrafter
 from lamella.specdec.rules import STANDARD, LossyRule, Standard, Synthetic, Threshold
 from lamella.specdec.verify.lossy import verify_lossy
-from lamella.specdec.verify.one_hot import verify_one_hot
-from lamella.specdec.verify.synthetic import SyntheticAcceptance
+from lamella.specdec.verify.registry import Synthetic as SyntheticVerification
+from lamella.specdec.verify.registry import verifiers
 
 
 class DrafterSpeculator:
@@ -60,7 +60,7 @@ class DrafterSpeculator:
         )
         self._drafter = drafter
         self._network = network
-        self._synthetic: SyntheticAcceptance | None = None
+        self._synthetic: SyntheticVerification | None = None
 
     def bind(self, model: DraftModel | None) -> None:
         """Lend the runner's network to the drafter that needs one."""
@@ -94,11 +94,11 @@ class DrafterSpeculator:
         """Judge by the rule."""
         if isinstance(self.rule, Standard):
             assert probs is None, "these drafts are chosen, not drawn: pass no probabilities"
-            verdict = verify_one_hot(target_ids, drafts, logits_start)
+            verdict = verifiers(drafts.device).one_hot(target_ids, drafts, logits_start)
         elif isinstance(self.rule, Synthetic):
             assert uniforms is not None
             if self._synthetic is None:
-                self._synthetic = SyntheticAcceptance(self.rule.rates, drafts.device)
+                self._synthetic = verifiers(drafts.device).synthetic(self.rule.rates, drafts.device)
             verdict = self._synthetic.verify(target_ids, drafts, logits_start, uniforms)
         else:
             assert probs is not None

@@ -34,7 +34,7 @@ class Judged:
         draft_probs: torch.Tensor | None,  # [num_rows, width, draft_vocab]
     ) -> None:
         """Raises InputError naming the argument whose shape or dtype does not fit the others."""
-        _check(probs, drafts, logits_start, draft_probs)
+        check_chain(probs, drafts, logits_start, draft_probs)
         self.num_rows, self.width = drafts.shape
         self.vocab = probs.shape[1]
         self.drafts = drafts.long()
@@ -147,9 +147,10 @@ def check_uniforms(name: str, uniforms: torch.Tensor, shape: Sequence[int]) -> N
         raise InputError(f"{name}: expected floating point {list(shape)}, got {uniforms.dtype} {list(uniforms.shape)}")
 
 
-def _check(
+def check_chain(
     probs: torch.Tensor, drafts: torch.Tensor, logits_start: torch.Tensor, draft_probs: torch.Tensor | None
 ) -> None:
+    """Raises InputError naming the argument whose shape or dtype does not fit the others."""
     if probs.dim() != 2 or not probs.is_floating_point() or probs.shape[1] == 0:
         raise InputError(
             f"probs: expected floating point [num_logits, vocab] with vocab > 0, got {probs.dtype} {list(probs.shape)}"
