@@ -178,18 +178,14 @@ class Copies:
         torch.cuda.synchronize()
 
     def digest(self, blocks: torch.Tensor) -> torch.Tensor:
-        return torch.stack([digest_of(cache, blocks.cuda()) for layer in self.caches for cache in layer])
+        return torch.stack([block_digests(cache, blocks.cuda()) for layer in self.caches for cache in layer])
 
 
-def digest_of(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every bit of these blocks of a tensor, on its place and on its block's."""
+def block_digests(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:  # [blocks]
+    """A number for each of these blocks of a tensor, that depends on every bit and on its place."""
     words = cache.view(cache.shape[0], -1).view(torch.int16)
     place = torch.arange(1, words.shape[1] + 1, device=words.device) % 8191
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for n, part in enumerate(blocks.split(64)):
-        order = torch.arange(1, len(part) + 1, device=words.device) + 64 * n
-        total = total + ((words[part].long() * place).sum(1) * order).sum()
-    return total
+    return torch.cat([(words[part].long() * place).sum(1) for part in blocks.split(64)])
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
@@ -221,15 +217,27 @@ class TieredBench(Bench):
             raise Wrong(f"{pinner.num_bytes / 2**30:.1f} GiB are pinned after {SETTLE_S:.0f} s")
         return time.perf_counter() - started
 
-    def digest(self, prompt: list[int]) -> list[int]:
-        """Of the KV that the device holds of a prompt, by layer."""
+    def digest(self, prompt: list[int]) -> torch.Tensor:  # [layers * tensors, blocks]
+        """Of the KV that the device holds of a prompt, by tensor and block."""
         manager, runner = self.core._manager, self.core._executor._worker.runner
         num_blocks = (len(prompt) - 1) // manager.block_size
         keys = KeyChain(manager.block_size).extend(prompt)[:num_blocks]
         blocks = torch.tensor(manager._all[0].find_all(keys), device=runner._caches[0].k.device)
-        return [int(digest_of(cache, blocks)) for layer in runner._caches for cache in layer]
+        return torch.stack([block_digests(cache, blocks) for layer in runner._caches for cache in layer]).cpu()
 
-    def restored(self, prompt: list[int], known: list[int]) -> float:
+    def check(self, prompt: list[int], known: torch.Tensor, cached_len: int) -> None:
+        """Raises Wrong if a block that was not computed anew is not what it was. (What is computed anew, in steps of
+        another shape, differs in last bits.)"""
+        count = cached_len // self.core._manager.block_size
+        wrong = self.digest(prompt)[:, :count] != known[:, :count]
+        if wrong.any():
+            tensors, blocks = (wrong.any(dim=n).nonzero()[:, 0].tolist() for n in (1, 0))
+            raise Wrong(
+                f"what came back is not what went: of {count} blocks {len(blocks)}, {blocks[0]} to {blocks[-1]}, "
+                f"in {len(tensors)} of {len(wrong)} tensors, {tensors[0]} to {tensors[-1]}"
+            )
+
+    def restored(self, prompt: list[int], known: torch.Tensor) -> float:
         """Milliseconds to the first token of a prompt that only the host holds. Raises Wrong if it was not, or if what
         came back is not what went."""
         before = self.core.stats().tiers["host"].hit_tokens
@@ -240,14 +248,13 @@ class TieredBench(Bench):
         size = self.core.info.block_size
         if delta.cached_len < len(prompt) - 2 * size or found < len(prompt) - 8 * size:
             raise Wrong(f"{delta.cached_len} of {len(prompt)} tokens were cached, {found} of them on the host")
-        if self.digest(prompt) != known:
-            raise Wrong("the KV that came back is not what went")
+        self.check(prompt, known, delta.cached_len)
         return ms
 
     def start_row(self) -> None:
         self._deadline_s = time.monotonic() + ROW_S
 
-    def keep(self, length: int, count: int) -> tuple[list[list[int]], list[list[int]], list[float]]:
+    def keep(self, length: int, count: int) -> tuple[list[list[int]], list[torch.Tensor], list[float]]:
         """Prompts that the host holds, their digests, milliseconds of computing them."""
         prompts, digests, cold = [self.prompt(length) for _ in range(count)], [], []
         for prompt in prompts:
@@ -358,13 +365,12 @@ def decode_rows(bench: TieredBench, spec: dict[str, Any], say: Say) -> None:
             started = time.perf_counter()
             deltas = bench.round()
             rounds.append(time.perf_counter() - started)
-            if any(delta.request_id == name and delta.token_ids for delta in deltas):
+            if first := [delta for delta in deltas if delta.request_id == name and delta.token_ids]:
                 break
         found = bench.core.stats().tiers["host"].hit_tokens - before
         if found < length // 2:
             raise Wrong(f"{found} of {length} tokens came from the host")
-        if bench.digest(prompts[which]) != digests[which]:
-            raise Wrong("the KV that came back is not what went")
+        bench.check(prompts[which], digests[which], first[0].cached_len)
         beside["a restore"] += rounds[: len(rounds) - spec.get("last_rounds", 3)]  # its own chunk is in those
         quiet(15)
     for _ in range(spec.get("write_backs", 4)):

@@ -35,7 +35,7 @@ RULES = {
     "block": (block.verify_block, chain_kernels.verify_block, exact.block_fate),
 }
 ODD = [float("nan"), float("inf"), -float("inf"), -0.5]
-ragged = settings(max_examples=400 if on_gpu else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ragged = settings(max_examples=100 if on_gpu else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def placed(value):
@@ -91,8 +91,8 @@ class Batch:
         self.accept = torch.rand(self.rows, self.width, generator=rng, dtype=torch.float64) ** 2
         self.following = torch.rand(self.rows, self.width + 1, generator=rng, dtype=torch.float64)
         if draw(st.booleans()):
-            self.accept = self.accept.round()
-            self.following = self.following.round().float()
+            self.accept = (self.accept * 2).floor() / 2
+            self.following = torch.zeros_like(self.following).float()
         if draw(st.booleans()):  # columns of something wider
             self.drafts = torch.cat([self.drafts, self.drafts + 1], dim=1)[:, : self.width]
 

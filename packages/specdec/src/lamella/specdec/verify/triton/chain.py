@@ -8,7 +8,8 @@
     pick        [rows]                       the block where the running sum passes u · total, then the id in it
 
 Every sum is in float64, in an order that depends on the row alone, so a verdict does not depend on the batch. A row
-takes as many programs as its vocabulary has blocks: one row fills a GPU as well as many do.
+takes as many programs as its vocabulary has blocks: one row fills a GPU as well as many do. Kernels are compiled once a
+vocabulary: neither the number of rows nor that of drafts makes another one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _law(laws, row, stride, ids, limit):
     return _probability(tl.load(laws + row * stride + ids, mask=ids < limit, other=0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits"])
 def _mass_kernel(
     probs,  # [num_logits, vocab]
     draft_probs,  # [num_rows * width, draft_vocab]
@@ -76,7 +77,7 @@ def _mass_kernel(
         tl.store(masses + row * num_blocks + block, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits_rows", "width"])
 def _weigh_kernel(
     probs,
     draft_probs,
@@ -164,7 +165,7 @@ def _rest(
     return tl.where(ids < vocab, tl.maximum(weight * p - q, 0.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits_rows", "width"])
 def _excess_kernel(
     probs,
     draft_probs,
@@ -203,7 +204,7 @@ def _excess_kernel(
         tl.store(excess + (row * width + i) * num_blocks + block, tl.sum(rest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _decide_kernel(
     accept_uniforms,
     num_drafts,
@@ -238,7 +239,7 @@ def _decide_kernel(
     tl.store(kept_weight + row, kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits_rows", "width"])
 def _residual_kernel(
     probs,
     draft_probs,
@@ -277,7 +278,7 @@ def _residual_kernel(
         tl.store(residual + row * num_blocks + block, tl.sum(rest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_logits_rows", "width"])
 def _pick_kernel(
     probs,
     draft_probs,
@@ -379,9 +380,10 @@ class _Workspace(NamedTuple):
 def _workspace(num_logits: int, num_rows: int, width: int, blocks: int, device: torch.device) -> _Workspace:
     shapes = ((num_logits + num_rows * width, blocks), (num_rows, width, blocks), (num_rows, blocks),
               (num_rows, width), (num_rows,))  # fmt: skip
-    sizes = [torch.Size(shape).numel() for shape in shapes]
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    sizes = [count + count % 2 for count in counts]  # each begins at 16 bytes: for others kernels are compiled again
     parts = torch.empty(sum(sizes), dtype=torch.float64, device=device).split(sizes)
-    return _Workspace(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    return _Workspace(*(part[:n].view(shape) for part, n, shape in zip(parts, counts, shapes, strict=True)))
 
 
 def _verify(
@@ -399,8 +401,8 @@ def _verify(
     check_uniforms("accept_uniforms", accept_uniforms, (num_rows, width))
     check_uniforms("next_uniforms", next_uniforms, (num_rows, width + 1))
     num_logits, vocab = probs.shape
-    results = torch.empty(3, num_rows, dtype=torch.int32, device=drafts.device)
-    num_drafts, num_accepted, next_ids = results
+    padded = torch.empty(3, -(-num_rows // 4) * 4, dtype=torch.int32, device=drafts.device)
+    num_drafts, num_accepted, next_ids = padded[:, :num_rows]
     if not num_rows:
         return Verdict(num_accepted, next_ids)
     one_hot = draft_probs is None

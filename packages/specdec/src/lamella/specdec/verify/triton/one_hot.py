@@ -14,7 +14,7 @@ from lamella.specdec.rules import conditional_rates
 from lamella.specdec.verify.judged import check_uniforms
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "drafts_stride", "num_rates"])
 def _compare(
     target_ids,  # [num_logits]
     drafts,  # [num_rows, width]
@@ -85,8 +85,8 @@ def _launch(
     rates: torch.Tensor | None,
 ) -> Verdict[torch.Tensor]:
     num_rows, width = drafts.shape
-    # one allocation for both
-    results = torch.empty(2, num_rows, dtype=torch.int32, device=drafts.device)
+    # one allocation for both, each at 16 bytes: for others the kernel is compiled again
+    results = torch.empty(2, -(-num_rows // 4) * 4, dtype=torch.int32, device=drafts.device)[:, :num_rows]
     if drafts.stride(1) != 1 and width > 1:
         drafts = drafts.contiguous()
     if num_rows:
