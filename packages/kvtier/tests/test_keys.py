@@ -31,6 +31,31 @@ def test_a_chain_is_the_same_however_it_is_extended(ids: list[int], cuts: list[i
     assert len(set(grown.keys)) == len(grown.keys)
 
 
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(IDS, st.lists(st.integers(0, 40), max_size=6), st.integers(1, 5), st.integers(1, 7), st.booleans())
+def test_a_key_with_a_lookahead_names_the_ids_behind_its_block(
+    ids: list[int], cuts: list[int], size: int, lookahead: int, packed: bool
+) -> None:
+    """However it is extended; and no block has a key before they are known."""
+    grown = KeyChain(size, lookahead=lookahead)
+    for cut in sorted(cuts):
+        grown.extend(array("I", ids[:cut]) if packed else ids[:cut])
+        grown.extend(ids, up_to=cut)
+    grown.extend(ids)
+    parent = root_key()
+    expected = []
+    for start in range(0, len(ids) - size - lookahead + 1, size):
+        parent = block_key(parent, ids[start : start + size + lookahead])
+        expected.append(parent)
+    assert grown.keys == expected
+    plain = KeyChain(size).extend(ids)
+    assert not set(plain) & set(expected)
+    if expected:
+        other = list(ids)
+        other[len(expected) * size + lookahead - 1] ^= 1
+        assert KeyChain(size, lookahead=lookahead).extend(other)[-1] != expected[-1]
+
+
 @given(ids=st.lists(st.integers(0, 2**32 - 1), max_size=40), size=st.integers(1, 9), compiled=st.booleans())
 def test_packed_ids_give_the_keys_of_a_list(ids: list[int], size: int, compiled: bool) -> None:
     with mock.patch("lamella.kvtier.keys.native", keys.native if compiled else None):

@@ -132,6 +132,8 @@ class TestDrafts:
         ("needs", "error"),
         [
             (SpecNeeds(max_drafts=2, hidden_layers=(1,)), UnsupportedError),
+            (SpecNeeds(max_drafts=2, hidden_layers=(3,)), ConfigError),
+            (SpecNeeds(max_drafts=2, network=True), ConfigError),
             (SpecNeeds(max_drafts=2, one_hot=False), UnsupportedError),
             (SpecNeeds(max_drafts=5), ConfigError),
         ],

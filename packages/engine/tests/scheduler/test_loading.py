@@ -55,7 +55,7 @@ def make(answers: Answers, clock: FakeClock) -> Loading:
 def sequence_of(number: int) -> Sequence:
     request = Request(f"r{number}", list(range(9)), SamplingParams(max_tokens=4), 4, [])
     sequence = Sequence(Siblings(request, 0.0), 0, number, (number,), 0, 64)
-    sequence.chain = make_chain(request, 4)
+    sequence.chain = make_chain(request, 4, 0)
     return sequence
 
 

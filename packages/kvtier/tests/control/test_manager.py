@@ -35,6 +35,24 @@ def test_a_second_sequence_hits_what_the_first_sealed() -> None:
     assert (manager.counters.queried_tokens, manager.counters.hit_tokens) == (20, 8)
 
 
+def test_a_block_is_sealed_and_found_by_the_id_behind_it_too() -> None:
+    manager = make(20)
+    ids = list(range(9))
+
+    def acquire(sequence: int, token_ids: list[int]) -> Acquired | None:
+        return manager.acquire(sequence, token_ids, KeyChain(4, lookahead=1), chunk_len=len(token_ids))
+
+    acquire(1, ids[:4])
+    manager.extend([(1, 9)])
+    assert manager.seal(1, ids[:4], 4) == 4  # what follows is not known yet
+    assert manager.seal(1, ids[:5], 4) == 8
+    assert manager.seal(1, ids, 8) == 12
+    manager.check()
+    same, shorter, other = acquire(2, ids), acquire(3, ids[:8]), acquire(4, [*range(8), 99])
+    assert [got.cached_len for got in (same, shorter, other) if got is not None] == [8, 4, 4]
+    manager.check()
+
+
 def test_at_least_one_token_is_always_left_to_compute() -> None:
     manager = make()
     enter(manager, 1, list(range(8)))

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from lamella.engine.client import CLOSED, EngineClient
-from lamella.engine.compose.core_config import CORE_FACTORY, CoreConfig
-from lamella.engine.compose.front import load_front
+from lamella.engine.compose.core_config import CORE_FACTORY
+from lamella.engine.compose.front import core_config, load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
 from lamella.engine.errors import EngineError
 from lamella.engine.generation import Generation
@@ -67,7 +67,7 @@ class AsyncLLM:
         front = await asyncio.to_thread(load_front, self._options, progress=False)
         if self._closed:
             raise EngineError(CLOSED)
-        config = CoreConfig(options=self._options, model_path=front.path, progress=False)
+        config = await asyncio.to_thread(core_config, self._options, front.source, progress=False)
         link = ProcessLink(CORE_FACTORY, config.to_wire(), log_level="WARNING")
         # a process outlives the objects that stand for it: one that nobody holds any more must not keep its memory
         weakref.finalize(self, link.abandon)

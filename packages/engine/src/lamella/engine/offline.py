@@ -18,8 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lamella.engine.compose.build import build_core
-from lamella.engine.compose.core_config import CoreConfig
-from lamella.engine.compose.front import load_front
+from lamella.engine.compose.front import core_config, load_front
 from lamella.engine.config.schema import EngineOptions, engine_options
 from lamella.engine.errors import EngineDeadError, EngineError, RequestError
 from lamella.engine.generation import Generation
@@ -62,7 +61,7 @@ class LLM:
         front = load_front(options, progress=progress)
         self._tokenizer = front.tokenizer
         self._template = front.template
-        self._core = build_core(CoreConfig(options=options, model_path=front.path, progress=progress), front.say)
+        self._core = build_core(core_config(options, front.source, progress=progress), front.say)
         info = self._core.info
         self._intake = Intake.of_engine(self._tokenizer, info)
 

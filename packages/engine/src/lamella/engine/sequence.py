@@ -250,9 +250,9 @@ class Sequence:
         self.room_from_s = NEVER
 
 
-def make_chain(request: Request, block_size: int) -> KeyChain:
-    """Keys for a sequence of this request."""
-    return KeyChain(block_size, Extras(adapter=request.adapter, salt=request.cache_salt))
+def make_chain(request: Request, block_size: int, lookahead: int) -> KeyChain:
+    """Keys for a sequence of this request. lookahead: ids behind a block that its KV depends on."""
+    return KeyChain(block_size, Extras(adapter=request.adapter, salt=request.cache_salt), lookahead)
 
 
 def end_ids(request: Request) -> list[int]:

@@ -4,6 +4,9 @@
     key[0]   = H(tokens of block 0, media of block 0, root)
     key[i]   = H(tokens of block i, media of block i, key[i-1])
 
+With a lookahead, tokens of block i are those behind it too, as many as it says: for rows of KV that depend on them, as
+those of a network that drafts do. Then a block has no key before they are known.
+
 A key therefore names everything left of it too: equal keys, equal prefix. What goes into H can be read back from its
 end, where lengths and the domain stand, so that no two different contents have the same encoding. H is SHA-256: stable
 over processes, machines and versions (never Python's hash()), and processors have instructions for it. Tokens stand
@@ -87,39 +90,44 @@ class KeyChain:
     keys          keys[0]    keys[1]        keys[n-1]   none yet
     """
 
-    __slots__ = ("_root", "_struct", "block_size", "keys", "media")
+    __slots__ = ("_root", "_struct", "block_size", "keys", "lookahead", "media")
 
-    def __init__(self, block_size: int, extras: Extras = NO_EXTRAS) -> None:
+    def __init__(self, block_size: int, extras: Extras = NO_EXTRAS, lookahead: int = 0) -> None:
+        """lookahead: ids behind a block that its key names too."""
+        assert lookahead >= 0, lookahead
         self.block_size = block_size
+        self.lookahead = lookahead
         self.keys: list[Key] = []
         self.media = extras.media
         self._root = root_key(extras)
-        self._struct = struct.Struct(f"<{block_size}I")
+        self._struct = struct.Struct(f"<{block_size + lookahead}I")
 
     def extend(self, token_ids: Sequence[int], up_to: int | None = None) -> list[Key]:
         """Add the keys of the full blocks in token_ids[:up_to] that have none yet; return all keys.
 
-        token_ids is the whole sequence from position 0; ids that already have a key must not have changed.
+        token_ids is the whole sequence from position 0; ids that already have a key must not have changed. A block
+        whose lookahead goes beyond token_ids gets none yet.
         """
-        size = self.block_size
+        size, width = self.block_size, self.block_size + self.lookahead
         keys = self.keys
-        num_full = (len(token_ids) if up_to is None else up_to) // size
+        num_known = len(token_ids) - self.lookahead
+        num_full = (num_known if up_to is None else min(up_to, num_known)) // size
         if len(keys) >= num_full:
             return keys
         parent = keys[-1] if keys else self._root
-        if native is not None and not self.media and num_full - len(keys) >= _NATIVE_FROM:
+        if native is not None and not self.media and not self.lookahead and num_full - len(keys) >= _NATIVE_FROM:
             native.chain_keys(parent, token_ids, len(keys) * size, size, num_full - len(keys), keys)
             return keys
         raw = _encoded(token_ids)
-        ending, pack = _ending(size, 0), self._struct.pack
+        ending, pack = _ending(width, 0), self._struct.pack
         for block in range(len(keys), num_full):
             start = block * size
             if self.media:
-                parent = block_key(parent, token_ids[start : start + size], self._media_of(start))
+                parent = block_key(parent, token_ids[start : start + width], self._media_of(start))
             elif raw is not None:
-                parent = _sha256(bytes(raw[4 * start : 4 * (start + size)]) + parent + ending).digest()
+                parent = _sha256(bytes(raw[4 * start : 4 * (start + width)]) + parent + ending).digest()
             else:
-                parent = _sha256(pack(*token_ids[start : start + size]) + parent + ending).digest()
+                parent = _sha256(pack(*token_ids[start : start + width]) + parent + ending).digest()
             keys.append(parent)
         return keys
 
@@ -128,7 +136,7 @@ class KeyChain:
         return self.keys[block - 1] if block else self._root
 
     def _media_of(self, start: int) -> list[tuple[bytes, int]]:
-        end = start + self.block_size
+        end = start + self.block_size + self.lookahead
         return [(m.digest, m.start - start) for m in self.media if m.start < end and m.start + m.length > start]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,12 +13,13 @@ from lamella.runner_v2.attention.metadata import AttentionLimits
 from lamella.runner_v2.attention.registry import BackendChoice, choose_backend
 from lamella.runner_v2.config import ModelConfig, RunnerConfig
 from lamella.runner_v2.errors import ConfigError
-from lamella.runner_v2.kv_cache import group_of_layer, groups_of, windows_of
+from lamella.runner_v2.kv_cache import LayerRows, group_of_layer, groups_of, rows_of, windows_of
 from lamella.runner_v2.layers.decoder import Carried
 from lamella.runner_v2.layers.materials import Materials
 from lamella.runner_v2.layers.rotary import make_table
 from lamella.runner_v2.memory import Arena
 from lamella.runner_v2.models.decoder import DecoderModel
+from lamella.runner_v2.models.draft import DraftNetwork, DraftSource
 from lamella.runner_v2.ops.providers.registry import create_providers
 from lamella.runner_v2.ops.table import OpTable
 from lamella.runner_v2.parallel.collectives import Collectives
@@ -23,8 +27,21 @@ from lamella.runner_v2.stack import Hooks, LayerStack
 from lamella.runner_v2.step import KvGroup
 from lamella.runner_v2.weights.loader import load
 from lamella.runner_v2.weights.rules import parts_of
-from lamella.runner_v2.weights.slots import Checkpoint
+from lamella.runner_v2.weights.slots import Checkpoint, Part
 from lamella.runner_v2.weights.store import WeightStore
+
+
+class DraftAssembly(NamedTuple):
+    """A loaded network that drafts. Its layers keep KV behind the model's own, in the same blocks."""
+
+    method: str
+    config: ModelConfig
+    network: DraftNetwork
+    stack: LayerStack[Carried]
+    table: OpTable
+    backend: BackendChoice
+    rows: tuple[LayerRows, ...]
+    """Of its layers."""
 
 
 class Assembly(NamedTuple):
@@ -37,20 +54,90 @@ class Assembly(NamedTuple):
     backend: BackendChoice
     groups: tuple[KvGroup, ...]
     store: WeightStore
+    draft: DraftAssembly | None = None
+
+    @property
+    def draft_rows(self) -> tuple[LayerRows, ...]:
+        """What the layers behind the model's own keep."""
+        return () if self.draft is None else self.draft.rows
 
 
-def assemble(config: RunnerConfig, checkpoint: Checkpoint, group: Collectives, hooks: Hooks, max_len: int) -> Assembly:
-    """Build the layers and load their weights. max_len: longest row, drafts included.
+def assemble(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    group: Collectives,
+    hooks: Hooks,
+    max_len: int,
+    draft: DraftSource | None = None,
+) -> Assembly:
+    """Build the layers and load their weights. max_len: longest row, drafts included. draft: a network that drafts.
 
     RunnerError with the reason if this rank cannot run the model.
     """
     model_config = checkpoint.config
-    limits = _limits(config, model_config, group.size, max_len)
-    table = OpTable(create_providers(config, limits.dtype))
+    dtype = activation_dtype(config, model_config)
+    drafting = None if draft is None else draft.checkpoint.config
+    windows = windows_of(*(one for one in (model_config, drafting) if one is not None))
+    limits = _limits(config, model_config, group.size, max_len, dtype, windows)
+    table = OpTable(create_providers(config, dtype))
     backend = choose_backend(table.providers, limits, config.kv_dtype, config.batch_invariant)
-    materials = Materials(
+    materials = _materials(config, checkpoint, parts_of(model_config), table, group, backend, max_len)
+    model = DecoderModel(materials, group_of_layer(model_config, windows))
+    store = WeightStore(Arena("weights", config.device))
+    load(checkpoint, model.slots(), store, group.rank, group.size, config.progress, config.device)
+    loaded = None
+    if draft is not None:
+        loaded = _assemble_draft(config, draft, group, hooks, max_len, dtype, windows, store, model_config.num_layers)
+    groups = groups_of(model_config, backend.limits, () if loaded is None else loaded.rows)
+    stack = LayerStack(model.layers, hooks)
+    return Assembly(model_config, model, stack, table, backend, groups, store, loaded)
+
+
+def _assemble_draft(
+    config: RunnerConfig,
+    draft: DraftSource,
+    group: Collectives,
+    hooks: Hooks,
+    max_len: int,
+    dtype: torch.dtype,
+    windows: tuple[int | None, ...],
+    store: WeightStore,
+    first_layer: int,
+) -> DraftAssembly:
+    """first_layer: what its first one is to those who wait for layers."""
+    model_config = draft.checkpoint.config
+    limits = _limits(config, model_config, group.size, max_len, dtype, windows)
+    # of each row the token that the step chose comes on top of those that it computed
+    limits = limits._replace(max_num_tokens=limits.max_num_tokens + limits.max_num_rows)
+    table = OpTable(create_providers(config, dtype))
+    backend = choose_backend(table.providers, limits, config.kv_dtype, config.batch_invariant)
+    materials = _materials(config, draft.checkpoint, draft.parts, table, group, backend, max_len)
+    network = draft.build(materials, group_of_layer(model_config, windows))
+    slots = [replace(slot, name=f"draft.{slot.name}") for slot in network.slots()]
+    load(draft.checkpoint, slots, store, group.rank, group.size, config.progress, config.device)
+    before = tuple(partial(_behind, wait, first_layer) for wait in hooks.before)
+    stack = LayerStack(network.layers, Hooks(before=before))
+    rows = rows_of(model_config, backend.limits)
+    return DraftAssembly(draft.method, model_config, network, stack, table, backend, rows)
+
+
+def _behind(wait: Callable[[int], None], first_layer: int, layer_idx: int) -> None:
+    wait(first_layer + layer_idx)
+
+
+def _materials(
+    config: RunnerConfig,
+    checkpoint: Checkpoint,
+    parts: Mapping[str, Part],
+    table: OpTable,
+    group: Collectives,
+    backend: BackendChoice,
+    max_len: int,
+) -> Materials:
+    model_config = checkpoint.config
+    return Materials(
         config=model_config,
-        parts=parts_of(model_config),
+        parts=parts,
         format_of=checkpoint.format_of,
         table=table,
         group=group,
@@ -63,11 +150,6 @@ def assemble(config: RunnerConfig, checkpoint: Checkpoint, group: Collectives, h
         device=config.device,
         dtype=backend.limits.dtype,
     )
-    model = DecoderModel(materials, group_of_layer(model_config))
-    store = WeightStore(Arena("weights", config.device))
-    load(checkpoint, model.slots(), store, group.rank, group.size, config.progress, config.device)
-    groups = groups_of(model_config, backend.limits)
-    return Assembly(model_config, model, LayerStack(model.layers, hooks), table, backend, groups, store)
 
 
 def activation_bytes(config: RunnerConfig, model: ModelConfig) -> int:
@@ -91,10 +173,16 @@ def activation_dtype(config: RunnerConfig, model: ModelConfig) -> torch.dtype:
     return dtype
 
 
-def _limits(config: RunnerConfig, model: ModelConfig, tp_size: int, max_len: int) -> AttentionLimits:
+def _limits(
+    config: RunnerConfig,
+    model: ModelConfig,
+    tp_size: int,
+    max_len: int,
+    dtype: torch.dtype,
+    windows: tuple[int | None, ...],
+) -> AttentionLimits:
     if model.num_heads % tp_size:
         raise ConfigError(f"tensor parallel size {tp_size} does not divide the model's {model.num_heads} heads")
-    dtype = activation_dtype(config, model)
     return AttentionLimits(
         device=config.device,
         dtype=dtype,
@@ -105,7 +193,7 @@ def _limits(config: RunnerConfig, model: ModelConfig, tp_size: int, max_len: int
         scale=model.attention_scale,
         softcap=model.attention_softcap,
         block_size=config.block_size,
-        windows=windows_of(model),
+        windows=windows,
         max_num_rows=config.max_num_rows,
         max_num_tokens=config.max_num_tokens,
         max_model_len=max_len,

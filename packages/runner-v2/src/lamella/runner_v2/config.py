@@ -100,6 +100,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A network that drafts."""
+
+    method: str
+    """draft_model: a language model with the tokenizer of the model it drafts for."""
+    model_path: str
+    """A checkpoint folder or a .gguf file."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """How a rank runs a model. Resolved: no field means "decide later"."""
 
@@ -121,6 +131,8 @@ class RunnerConfig:
     max_model_len: int = 8192
     max_num_drafts: int = 0
     """Most drafts of a row in one step."""
+    draft: DraftConfig | None = None
+    """A network that drafts; its speculator says so in its needs."""
     tp_rank: int = 0
     tp_size: int = 1
     dummy_weights: bool = False

@@ -8,17 +8,18 @@ What verification may ask for besides (the law that the ids were sampled from, u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lamella.runner_v2.batch import BatchLayout, StepBatch
 from lamella.runner_v2.errors import ConfigError, UnsupportedError
-from lamella.runner_v2.protocols import SpecNeeds, Speculator, SpecView
+from lamella.runner_v2.protocols import Computed, DraftModel, SpecNeeds, Speculator, SpecView
 from lamella.runner_v2.sampling.seeds import SALT_ACCEPT, key_of, uniforms
-from lamella.runner_v2.state import SequenceState
+from lamella.runner_v2.state import Ints, SequenceState
 from lamella.runner_v2.step import NewRow
 
 
@@ -35,17 +36,25 @@ class Held(NamedTuple):
 class Drafting:
     """A speculator at work on the rows of one runner."""
 
-    def __init__(self, speculator: Speculator, state: SequenceState) -> None:
-        """UnsupportedError or ConfigError if the speculator needs what this runner does not give."""
+    def __init__(self, speculator: Speculator, state: SequenceState, network: DraftModel | None = None) -> None:
+        """network: what it drafts with. UnsupportedError or ConfigError if the speculator needs what this runner does
+        not give."""
         needs = speculator.needs
-        if needs.hidden_layers:
-            raise UnsupportedError("the speculator needs hidden states of the target, which this runner does not keep")
         if not needs.one_hot:
             raise UnsupportedError("the speculator draws its drafts; only drafts that are chosen can be verified")
         if needs.max_drafts > state.max_num_drafts:
             raise ConfigError(
                 f"the speculator makes {needs.max_drafts} drafts, max_num_drafts is {state.max_num_drafts}"
             )
+        if needs.network != (network is not None):
+            raise ConfigError(
+                "the speculator drafts with a network, and the runner was given none: set RunnerConfig.draft"
+                if needs.network
+                else "the runner was given a network that drafts, and its speculator uses none"
+            )
+        if needs.hidden_layers and network is None:
+            raise UnsupportedError("the speculator needs hidden states of the target, which only a network is shown")
+        speculator.bind(network)
         self._speculator = speculator
         self._state = state
         self._viewed = np.zeros(len(state.generations), dtype=np.int64)
@@ -91,13 +100,21 @@ class Drafting:
         return verdict.num_accepted, verdict.next_ids, ids
 
     def draft(
-        self, layout: BatchLayout, num_tokens: Sequence[int], token_ids: Sequence[int], skip: bool
+        self,
+        layout: BatchLayout,
+        num_tokens: Sequence[int],
+        token_ids: Sequence[int],
+        skip: bool,
+        hidden: torch.Tensor | None = None,  # [T, w] of the step's tokens
+        failed: Collection[int] = (),
     ) -> Held | None:
-        """Show the speculator what the step emitted, and let it propose.
+        """Show the speculator what the step emitted, and let it propose. failed: places of rows without a result.
 
         Returns what each row now holds; None: none anywhere.
         """
         view = self._view(layout, num_tokens, token_ids)
+        if self.needs.network:
+            view = view._replace(computed=self._computed(layout, num_tokens, hidden, failed))
         self._speculator.observe(view)
         wanted = [
             length if count and not skip else 0
@@ -116,7 +133,7 @@ class Drafting:
         if not any(held):
             return None
         methods = None if drafts.methods is None else list(drafts.methods)
-        if not self.needs.host_ids:
+        if drafts.ids.device.type != "cpu":
             return Held(held, None, methods)
         ids = [token_id for row, length in zip(drafts.ids.tolist(), held) for token_id in row[:length]]
         return Held(held, ids, methods)
@@ -133,6 +150,32 @@ class Drafting:
         self._viewed[layout.rows] = lens
         return SpecView(rows, generations, [ids[row] for row in rows], new_counts, methods)
 
+    def _computed(
+        self,
+        layout: BatchLayout,
+        num_tokens: Sequence[int],
+        hidden: torch.Tensor | None,
+        failed: Collection[int],
+    ) -> Computed:
+        """What is now final of the step's tokens. Their result has been read: planned_len is what was computed."""
+        state = self._state
+        places = np.array([place for place in range(layout.num_rows) if place not in failed], np.int64)
+        rows = layout.rows[places]
+        ends = state.planned_len[rows].astype(np.int64)
+        kept = layout.query_lens[places].astype(np.int64)
+        emitted = np.asarray(num_tokens, np.int64)[places]
+        kept -= np.where(emitted > 0, layout.verify_lens[places] + 1 - emitted, 0)
+        starts = ends - kept
+        known = np.where(emitted > 0, ends + 1, state.known_len[rows])
+        ahead = np.minimum(known - ends, self.needs.ids_ahead)
+        device = state.all_token_ids.device
+        tokens = _ranges(rows * state.width + starts, kept + ahead)
+        ids = state.all_token_ids.view(-1).index_select(0, torch.from_numpy(tokens).to(device))
+        if hidden is not None and int(kept.sum()) < len(hidden):
+            first = (np.cumsum(layout.query_lens) - layout.query_lens)[places]
+            hidden = hidden.index_select(0, torch.from_numpy(_ranges(first, kept)).to(device))
+        return Computed(places.tolist(), starts.tolist(), ends.tolist(), ahead.tolist(), ids, hidden)
+
     def _uniforms(self, positions: torch.Tensor, layout: BatchLayout) -> torch.Tensor:  # [T] -> [S, k] float64
         """One for each draft, of the row's seed and the draft's position. Where there is no draft it means nothing."""
         keys = torch.from_numpy(self._keys[layout.rows[layout.sampled]].view(np.int64)).to(positions.device)
@@ -148,3 +191,9 @@ class Drafting:
         ahead = torch.from_numpy(np.asarray(layout.draft_idx, np.int64)).to(ids.device)
         drafted = drafts[place, ahead.clamp(max=drafts.shape[1] - 1)]
         return torch.where(ahead < num_accepted[place], drafted, ids)
+
+
+def _ranges(starts: Ints, lens: Ints) -> npt.NDArray[np.int64]:
+    """[starts[0], starts[0] + lens[0]), then the next one, ..."""
+    ends = np.cumsum(lens, dtype=np.int64)
+    return np.repeat(starts - (ends - lens), lens) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lamella.runner_v2.batch import BatchLayout
 from lamella.runner_v2.output_copy import HostResult, OutputCopy
@@ -26,6 +27,8 @@ class Pending(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None
     started: float
+    hidden: torch.Tensor | None = None
+    """[T, w] of the step's tokens, at the layers that the speculator asks for."""
 
 
 def failures(host: HostResult, layout: BatchLayout) -> dict[int, int]:

@@ -56,9 +56,8 @@ def profile_prefill(
     num_before = context_len // block_size
     num_own = blocks_for(context_len + num_tokens, block_size) - num_before
     repeated = min(num_before, max(1, _CONTEXT_TOKENS // block_size))
-    caches = allocate_caches(
-        assembly.groups, KvLayout((1 + repeated + num_own,) * num_groups), limits, Arena("profile", device)
-    )
+    layout = KvLayout((1 + repeated + num_own,) * num_groups)
+    caches = allocate_caches(assembly.groups, layout, limits, Arena("profile", device), assembly.draft_rows)
     table = torch.cat([torch.arange(num_before) % max(1, repeated) + 1, torch.arange(num_own) + 1 + repeated])
     ids = spread_ids(num_tokens, assembly.config.vocab_size).to(device)
     batch = chunk_batch(ids, context_len, table.int().to(device), block_size, num_groups)

@@ -25,6 +25,41 @@ class Verdict(NamedTuple):
     next_ids: torch.Tensor  # [R] int32: the bonus token if all were accepted, else the recovered one
 
 
+class Computed(NamedTuple):
+    """What a step has added to rows for good: accepted drafts among it, rejected ones not.
+
+    row i:   positions [starts[i], ends[i])   computed; hidden has a row for each
+             ids at [starts[i], ends[i] + ahead[i])   ids has them, row after row: what is known behind the end too
+    """
+
+    places: Sequence[int]
+    """In the view, of the rows that have any: all but those whose step failed."""
+    starts: Sequence[int]
+    ends: Sequence[int]
+    ahead: Sequence[int]
+    """At least 1: the id that was chosen last, or the prompt's next one."""
+    ids: torch.Tensor  # [sum(ends - starts + ahead)] int32
+    hidden: torch.Tensor | None  # [sum(ends - starts), w], if the speculator asks for layers
+
+
+class DraftModel(Protocol):
+    """A network that drafts, as the runner lends it to a speculator. See `draft_pass.DraftPass`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        lens: Sequence[int],
+        ids: torch.Tensor,  # [n] int32
+        hidden: torch.Tensor | None = None,  # [n, w]
+    ) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+
 class SpecView(NamedTuple):
     """The rows of a step as a drafter may see them."""
 
@@ -37,6 +72,8 @@ class SpecView(NamedTuple):
     """Per row: how many ids at the end are new since the row's last view."""
     methods: Sequence[int] = ()
     """Per row: place of the one method that may propose for it, -1: each; empty: each for all rows."""
+    computed: Computed | None = None
+    """For speculators with a network."""
 
 
 class SpecNeeds(NamedTuple):
@@ -44,8 +81,14 @@ class SpecNeeds(NamedTuple):
 
     max_drafts: int
     host_ids: bool = False
+    network: bool = False
+    """It drafts with the network that the runner was given, and is lent it by bind(); views tell what was computed."""
     hidden_layers: tuple[int, ...] = ()
+    """Layers whose output it is shown, side by side; -1: the embeddings."""
     lookahead: int = 0
+    """Slots behind a row's computed tokens that a pass of the network may write."""
+    ids_ahead: int = 1
+    """Most ids behind what was computed that it is shown, as far as they are known."""
     one_hot: bool = True
     probs: bool = False
     """verify() is given the law that each logits row was sampled from."""
@@ -59,6 +102,9 @@ class Speculator(Protocol):
     """Makes drafts and judges them. Draws no randomness of its own."""
 
     needs: SpecNeeds
+
+    def bind(self, model: DraftModel | None) -> None:
+        """The network to draft with, once, before the first view; None: the runner has none."""
 
     def observe(self, view: SpecView) -> None:
         """Called every step, prompt chunks too, before propose."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from lamella.runner_v2.batch import BatchBuilder, BatchLayout, StepBatch
 from lamella.runner_v2.block_tables import BlockTables
 from lamella.runner_v2.config import RunnerConfig
 from lamella.runner_v2.decode_batch import DecodeBatches, DecodeStep
+from lamella.runner_v2.draft_pass import DraftPass
 from lamella.runner_v2.drafting import Drafting
 from lamella.runner_v2.graphs import GraphCache, GraphKey
+from lamella.runner_v2.hidden_states import HiddenStates
 from lamella.runner_v2.in_flight import Pending, failures, in_order_of_work
 from lamella.runner_v2.inputs import InputBatch, LayerCache, ModelInput
 from lamella.runner_v2.kv_cache import allocate_caches, pool_bytes
 from lamella.runner_v2.layers.decoder import Carried
 from lamella.runner_v2.memory import Arena
+from lamella.runner_v2.models.draft import DraftSource
 from lamella.runner_v2.output_copy import OutputCopy
 from lamella.runner_v2.parallel.collectives import Collectives
 from lamella.runner_v2.parallel.groups import SoloGroup
@@ -48,6 +52,7 @@ from lamella.runner_v2.sampling.sampler import Sampler
 from lamella.runner_v2.stack import Hooks
 from lamella.runner_v2.state import SequenceState
 from lamella.runner_v2.step import KvLayout, Mask, RankReport, Step, StepOutput, TokenLogprobs
+from lamella.runner_v2.weights.draft import open_draft
 from lamella.runner_v2.weights.dummy import DummyCheckpoint
 from lamella.runner_v2.weights.open import open_checkpoint, read_config
 from lamella.runner_v2.weights.slots import Checkpoint
@@ -67,10 +72,11 @@ class ModelRunner:
         group: Collectives | None = None,
         mover: KvMover | None = None,
         platform: Platform | None = None,
+        draft: DraftSource | None = None,
     ) -> None:
         """Build the model and load its weights from the checkpoint, which may be closed afterwards.
 
-        platform: None: that of config.device.
+        platform: None: that of config.device. draft: the network that config.draft names.
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -89,11 +95,15 @@ class ModelRunner:
             keep_host_ids,
             self._writes,
         )
-        hooks = Hooks() if mover is None else Hooks(before=(mover.wait_layer,))
+        self._hidden = HiddenStates(() if speculator is None else speculator.needs.hidden_layers)
+        hooks = Hooks(
+            before=() if mover is None else (mover.wait_layer,),
+            after=(self._hidden.keep,) if self._hidden.layers else (),
+        )
         with torch.no_grad():
-            self._assembly = assemble(config, checkpoint, group, hooks, self._state.width)
-        self._drafting = None if speculator is None else Drafting(speculator, self._state)
+            self._assembly = assemble(config, checkpoint, group, hooks, self._state.width, draft)
         self.model_config = self._assembly.config
+        self._hidden.check(self.model_config.num_layers)
         self._tables = BlockTables(
             len(self._assembly.groups),
             config.max_num_rows,
@@ -102,6 +112,10 @@ class ModelRunner:
             config.device,
             self._writes,
         )
+        self._draft_pass: DraftPass | None = None
+        if self._assembly.draft is not None:
+            self._draft_pass = DraftPass(self._assembly.draft, self._tables, self._writes)
+        self._drafting = None if speculator is None else Drafting(speculator, self._state, self._draft_pass)
         self._builder = BatchBuilder(
             self._state, self._tables, config.max_num_tokens, config.device, self._writes, self.platform.runs_behind
         )
@@ -120,7 +134,7 @@ class ModelRunner:
             num_rows = config.max_num_rows + 1
             most = max(config.max_num_rows * (1 + config.max_num_drafts), *config.graph_rows, 1)
             self._choice = DeviceChoice(kernels, vocab_size, num_rows, most, config.device, self._writes)
-            if config.graph_rows:
+            if config.graph_rows and not self._hidden.layers:  # steps that keep hidden states run eagerly
                 fused = kernels if hasattr(kernels, "prepare_decode") else None
                 self._decode = DecodeBatches(
                     self._state, self._tables, self._writes, config.graph_rows, config.max_model_len, fused
@@ -157,14 +171,18 @@ class ModelRunner:
         else:
             options.setdefault("max_model_len", min(read_config(path).max_position, 8192))
             config = RunnerConfig(model_path=path, **options)
-        if config.dummy_weights:
-            made_up = DummyCheckpoint(read_config(path), device=config.device)
-            return cls(config, made_up, speculator, group, mover, platform)
-        opened = open_checkpoint(path)
-        try:
-            return cls(config, opened, speculator, group, mover, platform)
-        finally:
-            opened.close()
+        with ExitStack() as opened:
+            checkpoint: Checkpoint
+            if config.dummy_weights:
+                checkpoint = DummyCheckpoint(read_config(path), device=config.device)
+            else:
+                checkpoint = open_checkpoint(path)
+            opened.callback(checkpoint.close)
+            draft = None
+            if config.draft is not None:
+                draft = open_draft(config, checkpoint.config)
+                opened.callback(draft.checkpoint.close)
+            return cls(config, checkpoint, speculator, group, mover, platform, draft)
 
     @property
     def assembly(self) -> Assembly:
@@ -206,9 +224,14 @@ class ModelRunner:
         self._graphs.clear()
         self._caches = ()
         self._kv_arena.release()
-        self._caches = allocate_caches(self._assembly.groups, layout, self._assembly.backend.limits, self._kv_arena)
+        assembly = self._assembly
+        self._caches = allocate_caches(
+            assembly.groups, layout, assembly.backend.limits, self._kv_arena, assembly.draft_rows
+        )
+        if self._draft_pass is not None:
+            self._draft_pass.bind(self._caches[self.model_config.num_layers :])
         if self._mover is not None:
-            self._mover.bind([group.layers for group in self._assembly.groups], [tuple(c) for c in self._caches])
+            self._mover.bind([group.layers for group in assembly.groups], [tuple(c) for c in self._caches])
         if self._decode is not None and self._graphs.records:
             self._record(self._decode)
 
@@ -223,6 +246,7 @@ class ModelRunner:
         """Start a step. Changes rows, tables and caches as the step says; where the device runs behind, does not wait
         for it."""
         started = time.perf_counter()
+        assembly = self._assembly
         assert self._caches, "allocate() comes before the first step"
         assert step.common.num_tokens == 0, "steps are not padded on this device"
         assert not self._in_flight or self._drafting is None, "drafts of a step in flight are not made yet"
@@ -242,6 +266,9 @@ class ModelRunner:
             self._writes.flush()
         self._in_flight.append(pending)
         if self._mover is not None:
+            if step.waits_for_copies:
+                for n in range(len(assembly.draft_rows)):  # read when the step is finished
+                    self._mover.wait_layer(assembly.config.num_layers + n)
             self._mover.after_step(step.step_id)
 
     @torch.inference_mode()
@@ -364,6 +391,7 @@ class ModelRunner:
         batch = self._builder.build(layout)
         inputs = batch.inputs
         carried = self._forward(inputs, self._caches)
+        pending = pending._replace(hidden=self._hidden.take())
         pending = pending._replace(prompt_logprobs=self._prompt_scores.compute(layout, carried, self._assembly.model))
         if not len(layout.sampled):
             state.plan_ahead(layout.rows, layout.query_lens)
@@ -413,7 +441,9 @@ class ModelRunner:
         assembly = self._assembly
         plans = tuple(assembly.backend.backend.plan(batch, group_idx) for group_idx in range(len(assembly.groups)))
         inputs = ModelInput(batch.token_ids, batch.positions, plans, tuple(caches))
-        return assembly.stack.run(assembly.model.embed(inputs), inputs)
+        embedded = assembly.model.embed(inputs)
+        self._hidden.start(embedded)
+        return assembly.stack.run(embedded, inputs)
 
     def _output(self, pending: Pending) -> StepOutput:
         """Tell sampler, state and drafter what was emitted, and write it down for the scheduler."""
@@ -441,7 +471,10 @@ class ModelRunner:
         held, draft_seconds = None, 0.0
         if self._drafting is not None and layout.num_rows:
             started = time.perf_counter()
-            held = self._drafting.draft(layout, counts, token_ids, skip=step.common.skip_drafts)
+            places = [int(layout.sampled[i]) for i in failed]
+            held = self._drafting.draft(
+                layout, counts, token_ids, step.common.skip_drafts, hidden=pending.hidden, failed=places
+            )
             draft_seconds = time.perf_counter() - started
         by_row = [(int(layout.rows[layout.sampled[i]]), status) for i, status in sorted(failed.items())]
         output = StepOutput(

@@ -26,7 +26,8 @@ def score(assembly: Assembly, token_ids: Sequence[int], device: str = "cpu") -> 
         raise ConfigError(f"a step has 1 to {most} tokens, not {len(token_ids)}")
     num_groups = len(assembly.groups)
     num_blocks = blocks_for(len(token_ids), limits.block_size) + 1
-    caches = allocate_caches(assembly.groups, KvLayout((num_blocks,) * num_groups), limits, Arena("score", device))
+    layout = KvLayout((num_blocks,) * num_groups)
+    caches = allocate_caches(assembly.groups, layout, limits, Arena("score", device), assembly.draft_rows)
     ids = torch.tensor(list(token_ids), dtype=torch.int32, device=device)
     batch = prompt_batch(ids, limits.block_size, num_groups)
     plans = tuple(assembly.backend.backend.plan(batch, group_idx) for group_idx in range(num_groups))

@@ -4,9 +4,10 @@ Importing this package needs nothing but Python. The files of `lamella.specdec.v
 but for `reference`, which says in plain Python what `greedy` and `one_hot` do.
 """
 
-from lamella.specdec.batch import DraftBatch, Rows, Verdict
+from lamella.specdec.batch import Computed, DraftBatch, Rows, Verdict
 from lamella.specdec.config import (
     ArbitraryConfig,
+    NetworkConfig,
     NgramConfig,
     SpeculativeConfig,
     SuffixConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "ArbitraryConfig",
     "ArbitraryDrafter",
     "CombinedDrafter",
+    "Computed",
     "ConfigError",
     "DraftBatch",
     "DraftView",
@@ -38,6 +40,7 @@ __all__ = [
     "FixedLength",
     "InputError",
     "LengthStats",
+    "NetworkConfig",
     "NgramConfig",
     "NgramDrafter",
     "Rows",

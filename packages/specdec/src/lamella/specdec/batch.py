@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Ids = TypeVar("Ids")
 """A tensor [num_rows] where verification runs in torch, list[int] in the plain-Python reference."""
@@ -21,6 +21,23 @@ NO_DRAFT = -1
 
 ANY_METHOD = -1
 """Stands for a row that every drafter may propose for."""
+
+
+class Computed(NamedTuple):
+    """What a step has added to rows for good, for drafters with a network: rejected drafts are not in it.
+
+    row i:   positions [starts[i], ends[i])           computed by the target; hidden has a row for each
+             positions [starts[i], ends[i] + ahead[i])   ids has them, row after row: known behind the end too
+    """
+
+    places: Sequence[int]
+    """In the view, of the rows that have any."""
+    starts: Sequence[int]
+    ends: Sequence[int]
+    ahead: Sequence[int]
+    """At least 1: the id that was chosen last, or the prompt's next one."""
+    ids: Any  # tensor [sum(ends - starts + ahead)] int32
+    hidden: Any = None  # tensor [sum(ends - starts), w]
 
 
 class Rows(NamedTuple):
@@ -34,6 +51,8 @@ class Rows(NamedTuple):
     """Per row: all known ids, prompt and output. Must only grow within a generation."""
     methods: Sequence[int] = ()
     """Per row: place of the one drafter that may propose for it, ANY_METHOD: each; empty: each for all rows."""
+    computed: Computed | None = None
+    """What the step added, for drafters that need it."""
 
     @classmethod
     def single(cls, token_ids: Sequence[int]) -> Rows:

@@ -3,6 +3,7 @@
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 24}
     {"method": "arbitrary", "num_speculative_tokens": 3}
+    {"method": "draft_model", "model": "smaller-model", "num_speculative_tokens": 4}
 
 One drafter here; several of them, and the rule by which drafts are kept, are in `speculation`.
 
@@ -32,7 +33,7 @@ MAX_CACHED_TOKENS = 50_000_000
 MAX_SPEC = 1000.0
 DEFAULT_TREE_DEPTH = 24
 
-SUPPORTED = '"ngram", "suffix", "arbitrary"'
+SUPPORTED = '"ngram", "suffix", "arbitrary", "draft_model"'
 ADAPTIVE = "enable_adaptive_verification"
 NGRAM_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "match", ADAPTIVE,
@@ -48,8 +49,12 @@ SUFFIX_KEYS = ("method", "num_speculative_tokens", ADAPTIVE, *(SUFFIX_PREFIX + n
 
 ARBITRARY_KEYS = ("method", "num_speculative_tokens", ADAPTIVE)
 
+NETWORK_KEYS = ("method", "model", "num_speculative_tokens", ADAPTIVE)
+NETWORK_METHODS = ("draft_model",)
+"""They draft with a network."""
+
 OTHER_METHODS = (
-    "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
+    "ngram_gpu", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark",
     "custom_class", "extract_hidden_states",
 )  # fmt: skip
 """Names of methods that exist elsewhere."""
@@ -148,7 +153,27 @@ class ArbitraryConfig:
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
 
 
-SpeculativeConfig = NgramConfig | SuffixConfig | ArbitraryConfig
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """Drafts with a network: a smaller language model of the same tokenizer (draft_model)."""
+
+    method: str
+    """One of NETWORK_METHODS."""
+    num_speculative_tokens: int
+    model: str
+    """Where its checkpoint is, in whatever words the caller knows models by."""
+    adaptive: bool = True
+    """Make and verify as many drafts as pay, none included; else always num_speculative_tokens."""
+
+    def __post_init__(self) -> None:
+        if self.method not in NETWORK_METHODS:
+            raise ConfigError(f"method is {self.method!r}, which is none of {', '.join(NETWORK_METHODS)}")
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+        if not self.model:
+            raise ConfigError("model is empty; it says where the network's checkpoint is")
+
+
+SpeculativeConfig = NgramConfig | SuffixConfig | ArbitraryConfig | NetworkConfig
 
 
 def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeConfig:
@@ -167,6 +192,9 @@ def parse_speculative_config(value: str | Mapping[str, object]) -> SpeculativeCo
     elif method == "arbitrary":
         _check_keys(options, method, ARBITRARY_KEYS)
         read = _read_arbitrary
+    elif method in NETWORK_METHODS:
+        _check_keys(options, str(method), NETWORK_KEYS)
+        read = _read_network
     else:
         known = "it is not supported yet" if method in OTHER_METHODS else "there is no such method"
         raise ConfigError(f"speculative config: method is {method!r}, {known}; supported: {SUPPORTED}")
@@ -216,6 +244,22 @@ def _read_arbitrary(options: Mapping[str, object]) -> SpeculativeConfig:
     )
 
 
+def _read_network(options: Mapping[str, object]) -> SpeculativeConfig:
+    method = options["method"]
+    for key in ("model", "num_speculative_tokens"):
+        if key not in options:
+            raise ConfigError(f'{key} is missing; method "{method}" needs it')
+    model = options["model"]
+    if not isinstance(model, str):
+        raise ConfigError(f"model must be a text, got {model!r}")
+    return NetworkConfig(
+        str(method),
+        read_integer("num_speculative_tokens", options["num_speculative_tokens"]),
+        model,
+        _boolean(ADAPTIVE, options.get(ADAPTIVE, True)),
+    )
+
+
 def _check_keys(options: Mapping[str, object], method: str, keys: tuple[str, ...]) -> None:
     for key in options:
         if key in keys:
@@ -240,12 +284,13 @@ def as_mapping(value: str | Mapping[str, object]) -> Mapping[str, object]:
 
 def _method(options: Mapping[str, object]) -> object:
     """vLLM also takes "ngram" and "[ngram]" as the name of the draft model."""
-    model = options.get("model")
-    if model is not None and model not in ("ngram", "[ngram]"):
-        raise ConfigError(f"speculative config: model is {model!r}, but draft models are not supported yet")
-    if "method" not in options and model is None:
-        raise ConfigError(f"speculative config: method is missing; supported: {SUPPORTED}")
-    return options.get("method", "ngram")
+    model, method = options.get("model"), options.get("method")
+    if method is None and model not in ("ngram", "[ngram]"):
+        named = "" if model is None else f", and model {model!r} alone does not say it"
+        raise ConfigError(f"speculative config: method is missing{named}; supported: {SUPPORTED}")
+    if method == "ngram" and model not in (None, "ngram", "[ngram]"):
+        raise ConfigError(f'speculative config: model is {model!r}, but method "ngram" drafts without one')
+    return "ngram" if method is None else method
 
 
 def read_integer(name: str, value: object) -> int:

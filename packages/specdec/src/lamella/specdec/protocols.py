@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lamella.specdec.batch import DraftBatch
+
+
+class ComputedView(Protocol):
+    """What a step has added to rows for good; see `batch.Computed` for the meaning."""
+
+    @property
+    def places(self) -> Sequence[int]: ...
+    @property
+    def starts(self) -> Sequence[int]: ...
+    @property
+    def ends(self) -> Sequence[int]: ...
+    @property
+    def ahead(self) -> Sequence[int]: ...
+    @property
+    def ids(self) -> Any: ...
+    @property
+    def hidden(self) -> Any: ...
 
 
 class DraftView(Protocol):
@@ -28,6 +45,10 @@ class DraftView(Protocol):
         """Per row: place of the one drafter among several that may propose for it, ANY_METHOD: each; empty: each for
         all rows. Read by who combines drafters only."""
 
+    @property
+    def computed(self) -> ComputedView | None:
+        """Of the step that ends; only where a drafter needs it."""
+
 
 class DrafterNeeds(NamedTuple):
     """What a drafter asks of the engine around it."""
@@ -38,6 +59,14 @@ class DrafterNeeds(NamedTuple):
     """Token ids must be on the host before propose()."""
     one_hot: bool
     """Drafts are chosen, not drawn: verification needs no draft probabilities."""
+    network: bool = False
+    """A network must be lent by bind(), and views must tell what was computed."""
+    lookahead: int = 0
+    """Slots behind the computed tokens of a row that the network may write to."""
+    ids_ahead: int = 1
+    """Most ids behind what was computed that it reads, as far as they are known."""
+    key_lookahead: int = 0
+    """What the network keeps of a token depends on so many ids behind it: a key of cached blocks must name them too."""
 
 
 class Drafter(Protocol):

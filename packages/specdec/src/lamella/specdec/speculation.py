@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from lamella.specdec.config import (
     ADAPTIVE,
+    NetworkConfig,
     SpeculativeConfig,
     as_mapping,
     parse_speculative_config,
@@ -64,6 +65,11 @@ class Speculation:
         """Names of the drafters' methods, in their order."""
         return tuple(drafter.method for drafter in self.drafters)
 
+    @property
+    def network(self) -> NetworkConfig | None:
+        """The drafter among them that drafts with a network, if there is one."""
+        return next((drafter for drafter in self.drafters if isinstance(drafter, NetworkConfig)), None)
+
 
 def parse_speculation(value: str | Mapping[str, object]) -> Speculation:
     """The speculation that a JSON text or an already parsed object describes. A key with value null counts as absent.
@@ -86,6 +92,8 @@ def parse_speculation(value: str | Mapping[str, object]) -> Speculation:
     for method in methods:
         if methods.count(method) > 1:
             raise ConfigError(f'speculative config: method "{method}" is named more than once')
+    if sum(isinstance(drafter, NetworkConfig) for drafter in drafters) > 1:
+        raise ConfigError("speculative config: one drafter may have a network, several have: " + ", ".join(methods))
     try:
         rule = _rule(rule_options, max(drafter.num_speculative_tokens for drafter in drafters))
     except ConfigError as error:

@@ -3,6 +3,7 @@
     runner                            this adapter                      specdec
     observe(SpecView)         →       passed on as it is         →      Drafter.observe
     propose(SpecView, lens)   →       host lists → tensor, -1 padded ←  Drafter.propose
+    bind(DraftModel)          →       to the drafter with a network  →  ChainDrafter.bind
     verify(ids, drafts, …)    →       by the rule                →      verify.one_hot, .lossy, .synthetic
 
 Drafts are one-hot: the runner samples every logits row as if there were no drafts. By the standard rule verification
@@ -17,13 +18,14 @@ import numpy as np
 import torch
 
 from lamella.engine.errors import StartError
-from lamella.runner_v2.protocols import Drafts, SpecNeeds, SpecView, Verdict
+from lamella.runner_v2.protocols import DraftModel, Drafts, SpecNeeds, SpecView, Verdict
 from lamella.specdec import (
     ArbitraryConfig,
     ArbitraryDrafter,
     CombinedDrafter,
     ConfigError,
     Drafter,
+    NetworkConfig,
     NgramConfig,
     NgramDrafter,
     Rule,
@@ -32,6 +34,7 @@ from lamella.specdec import (
     parse_speculation,
 )
 from lamella.specdec.batch import NO_DRAFT
+from lamella.specdec.networks.chain import ChainDrafter, DraftModelDrafter
 from lamella.specdec.rules import STANDARD, LossyRule, Standard, Synthetic, Threshold
 from lamella.specdec.verify.lossy import verify_lossy
 from lamella.specdec.verify.registry import Synthetic as SyntheticVerification
@@ -39,20 +42,31 @@ from lamella.specdec.verify.registry import verifiers
 
 
 class DrafterSpeculator:
-    """A host-side drafter with one-hot drafts, kept by a rule. Satisfies `Speculator`."""
+    """A drafter with one-hot drafts, kept by a rule. Satisfies `Speculator`."""
 
-    def __init__(self, drafter: Drafter, rule: Rule = STANDARD) -> None:
+    def __init__(self, drafter: Drafter, rule: Rule = STANDARD, network: ChainDrafter | None = None) -> None:
+        """network: the one that drafts with a network: the drafter itself, or one of those that it combines."""
         assert drafter.needs.one_hot, "drafts with probabilities need another verification"
         self.rule = rule
         self.needs = SpecNeeds(
             max_drafts=drafter.needs.max_drafts,
             host_ids=drafter.needs.host_ids,
+            network=drafter.needs.network,
+            lookahead=drafter.needs.lookahead,
+            ids_ahead=drafter.needs.ids_ahead,
             probs=isinstance(rule, LossyRule),
             uniforms=isinstance(rule, Synthetic | Threshold),
             keeps_other_ids=not rule.exact,
         )
         self._drafter = drafter
+        self._network = network
         self._synthetic: SyntheticVerification | None = None
+
+    def bind(self, model: DraftModel | None) -> None:
+        """Lend the runner's network to the drafter that needs one."""
+        assert (model is None) == (self._network is None), "who needs a network is given one, and nobody else"
+        if model is not None and self._network is not None:
+            self._network.bind(model)
 
     def observe(self, view: SpecView) -> None:
         """Take in each row's new ids."""
@@ -106,11 +120,15 @@ def from_config(config: str | Mapping[str, object]) -> DrafterSpeculator:
     except ConfigError as error:
         raise StartError(str(error)) from None
     drafters = [make_drafter(one) for one in parsed.drafters]
-    return DrafterSpeculator(drafters[0] if len(drafters) == 1 else CombinedDrafter(drafters), parsed.rule)
+    network = next((drafter for drafter in drafters if isinstance(drafter, ChainDrafter)), None)
+    drafter = drafters[0] if len(drafters) == 1 else CombinedDrafter(drafters)
+    return DrafterSpeculator(drafter, parsed.rule, network)
 
 
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter of one method."""
     if isinstance(config, NgramConfig):
         return NgramDrafter(config)
+    if isinstance(config, NetworkConfig):
+        return DraftModelDrafter(config.num_speculative_tokens)
     return ArbitraryDrafter(config) if isinstance(config, ArbitraryConfig) else SuffixDrafter(config)

@@ -107,7 +107,10 @@ def _build(config: CoreConfig, say: Callable[[str], None]) -> EngineCore:
         num_blocks = plan_blocks((report,), resolved.kv_bytes, demand).num_blocks
         (explained,) = executor.call("explain", {})
         identity = f"{weights_identity(config.model_path, with_weights=options.load_format != 'dummy')} {options.dtype}"
-        drafting = resolved.speculation
+        drafting, network = resolved.speculation, resolved.runner.draft
+        if network is not None:  # its KV lies in the same blocks
+            drafter = weights_identity(network.model_path, with_weights=options.load_format != "dummy")
+            identity += f" {network.method} {drafter}"
         tiers = None
         if below is not None:
             tiers = below.build_tiers(wanted, resolved, report, num_blocks, identity, chunks)

@@ -14,8 +14,8 @@ import sys
 from types import FrameType
 
 from lamella.engine.client import EngineClient
-from lamella.engine.compose.core_config import CORE_FACTORY, CoreConfig
-from lamella.engine.compose.front import find_model, load_front
+from lamella.engine.compose.core_config import CORE_FACTORY
+from lamella.engine.compose.front import core_config, find_model, load_front
 from lamella.engine.config.schema import EngineOptions, ServeOptions
 from lamella.engine.console import note
 from lamella.engine.links.process import ProcessLink
@@ -29,7 +29,7 @@ def serve(options: EngineOptions, serve_options: ServeOptions) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sock = bind(serve_options.host, serve_options.port)
     source = find_model(options, progress=True)
-    config = CoreConfig(options=options, model_path=str(source.path), progress=True)
+    config = core_config(options, source, progress=True)
     # until the server has handlers of its own, which let requests finish
     with contextlib.suppress(ValueError):  # not on the main thread
         signal.signal(signal.SIGTERM, _end)

@@ -15,7 +15,7 @@ from lamella.engine.config.resolve import Resolved, TimedChunk, token_cost
 from lamella.engine.config.schema import format_size
 from lamella.engine.core import tier_layout
 from lamella.engine.errors import StartError
-from lamella.kvtier import AdmissionPlan, CostModel, Job, KvTierError, TierEvent, TierPlan
+from lamella.kvtier import AdmissionPlan, CostModel, Job, KvTierError, LayoutError, TierEvent, TierPlan
 from lamella.kvtier.config import DiskConfig, TiersConfig, parse_tiers
 from lamella.kvtier.data.disk.measure import Probe, probe_reads
 from lamella.kvtier.data.disk.store import DiskStore
@@ -137,7 +137,7 @@ def build_tiers(
         buffer = HostBuffer(sizes, slots)
         codec, fingerprint, probe = None, layout.fingerprint(), None
         if config.store_dtype == "fp8":
-            codec = Fp8Codec(buffer, [_geometry(resolved, report, n) for n in range(len(sizes))])
+            codec = _fp8_codec(buffer, resolved, report)
             fingerprint = Fp8Codec.fingerprint(fingerprint)
         store = None
         if config.disk is not None:
@@ -179,6 +179,19 @@ def build_tiers(
 def _probe(disk: DiskConfig, block_bytes: int) -> Probe | None:
     """None where the folder can only be read: the first loads will tell."""
     return probe_reads(disk.folder, block_bytes, max_bytes=min(MAX_PROBE_BYTES, disk.capacity_bytes // 4))
+
+
+def _fp8_codec(buffer: HostBuffer, resolved: Resolved, report: RankReport) -> Fp8Codec:
+    draft = resolved.runner.draft
+    try:
+        return Fp8Codec(buffer, [_geometry(resolved, report, n) for n in range(len(report.groups))])
+    except LayoutError as error:
+        if draft is None:
+            raise
+        raise StartError(
+            "--kv-tier: store_dtype=fp8 needs layers of one shape, and those of the drafting network "
+            f"{draft.model_path} differ from the model's ({error}): leave store_dtype out"
+        ) from error
 
 
 def _geometry(resolved: Resolved, report: RankReport, group: int) -> RowGeometry:

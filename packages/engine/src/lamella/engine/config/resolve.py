@@ -22,7 +22,7 @@ from lamella.engine.errors import RequestError, StartError
 from lamella.engine.request import SamplingParams
 from lamella.engine.scheduler.cost import FLAT, TokenCost
 from lamella.engine.scheduler.kv_plan import KvDemand, max_fitting_len, sequence_bytes, useful_bytes
-from lamella.runner_v2.config import ModelConfig, RunnerConfig
+from lamella.runner_v2.config import DraftConfig, ModelConfig, RunnerConfig
 from lamella.runner_v2.step import RankReport
 from lamella.specdec import ConfigError, Speculation, parse_speculation
 
@@ -146,6 +146,7 @@ def resolve(
         max_num_seqs, why_seqs = tokens, "as many as --max-num-batched-tokens has tokens for"
     runner_tokens = tokens or max(platform.max_num_batched_tokens or CPU_MAX_TOKENS, max_num_seqs)
     drafting = _drafting(options.speculative_config)
+    network = None if drafting is None else drafting.network
     defaults = _sampling_defaults(options, model)
     decide(
         "sampling defaults",
@@ -164,6 +165,7 @@ def resolve(
         max_num_tokens=runner_tokens,
         max_model_len=max_model_len,
         max_num_drafts=0 if drafting is None else drafting.num_speculative_tokens,
+        draft=None if network is None else DraftConfig(network.method, network.model),
         dummy_weights=options.load_format == "dummy",
         progress=progress,
         batch_invariant=options.batch_invariant,
@@ -184,6 +186,8 @@ def resolve(
     )
     if drafting is not None and options.speculative_config is not None:
         decide("speculation", ", else ".join(drafting.methods), "given")
+        if network is not None:
+            decide("drafting network", network.model, "given")
         rule = drafting.rule
         if rule.exact:
             decide("rejection_sample_method", rule.name, "answers are those without speculation")

@@ -154,7 +154,9 @@ class EngineOptions:
         kind="json",
         help="drafts that the model checks: from the sequence's own text, "
         '\'{"method":"ngram","num_speculative_tokens":4}\', or from finished outputs too, '
-        '\'{"method":"suffix","num_speculative_tokens":8}\'; "fallback":{...} is one more drafter, '
+        '\'{"method":"suffix","num_speculative_tokens":8}\', or from a smaller model, '
+        '\'{"method":"draft_model","model":"MODEL","num_speculative_tokens":4}\'; '
+        '"fallback":{...} is one more drafter, '
         '"rejection_sample_method" the rule by which drafts are kept (default: standard, which changes no answer)',
     )
     seed: int | None = option(

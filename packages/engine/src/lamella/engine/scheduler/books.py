@@ -108,7 +108,7 @@ class Books:
             sequence = Sequence(siblings, index, self._num_sequences, key, self._draw_seed(), self.config.max_model_len)
             self._num_sequences += 1
             if caching:
-                sequence.chain = make_chain(request, self.manager.block_size)
+                sequence.chain = make_chain(request, self.manager.block_size, self.config.key_lookahead)
             if self.config.max_num_drafts:
                 self._limit_drafts(sequence, request.params)
             siblings.sequences.append(sequence)

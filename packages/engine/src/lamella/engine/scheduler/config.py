@@ -46,6 +46,8 @@ class SchedulerConfig:
     """It keeps the target's law."""
     lookahead: int = 0
     """Slots behind the planned tokens that a drafter may write."""
+    key_lookahead: int = 0
+    """Ids behind a block that what a drafter keeps in it depends on: its key names them too."""
     patience: Callable[[int], float] = no_patience
     """Seconds that a sequence waits for a tier to bring a prompt of so many tokens."""
 

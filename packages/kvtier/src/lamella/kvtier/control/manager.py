@@ -164,9 +164,10 @@ class TierManager:
         if chain is not None:
             limit = num_tokens - 1 if max_hit_len is None else min(num_tokens - 1, max_hit_len)
             keys = chain.extend(token_ids)
-            hit = device = longest_match(self._all, keys, limit // size)
-            if below is not None and hit < limit // size:
-                hit = longest_match(below.near, keys, limit // size)
+            most = min(limit // size, len(keys))
+            hit = device = longest_match(self._all, keys, most)
+            if below is not None and hit < most:
+                hit = longest_match(below.near, keys, most)
                 if hit > device:
                     hit = below.worth(device, hit, num_tokens)
         end = hit * size + chunk_len
@@ -260,8 +261,8 @@ class TierManager:
     def seal(self, sequence: SequenceId, token_ids: Sequence[int], computed_len: int) -> int:
         """Give keys to the full blocks of [0, computed_len) that have none; they are immutable from now on.
 
-        computed_len counts tokens whose KV is written and final: verified ids only. Returns the computed_len at which
-        the next block is full.
+        computed_len counts tokens whose KV is written and final: verified ids only. A block whose key names ids behind
+        it stays open until they are in token_ids. Returns the computed_len at which the next block is full.
         """
         holding = self._holdings[sequence]
         size = self.block_size
@@ -271,6 +272,7 @@ class TierManager:
             chain = holding.chain
             assert chain is not None
             keys = chain.extend(token_ids, computed_len)
+            full = min(full, len(keys))
             for group, table in zip(self._groups, holding.tables):
                 blocks = table[first:full]
                 group.pool.seal_all(blocks)
@@ -419,8 +421,9 @@ class TierManager:
             return LoadState.NONE
         limit = len(token_ids) - 1 if max_hit_len is None else min(len(token_ids) - 1, max_hit_len)
         keys = chain.extend(token_ids)
-        near = longest_match(self._below.near, keys, limit // self.block_size)
-        return self._below.begin_load(sequence, keys, near, limit // self.block_size, len(token_ids), tenant)
+        most = min(limit // self.block_size, len(keys))
+        near = longest_match(self._below.near, keys, most)
+        return self._below.begin_load(sequence, keys, near, most, len(token_ids), tenant)
 
     def end_load(self, sequence: SequenceId) -> None:
         """The sequence waits no longer: aborted, or it is too late. Copies in flight end in the host tier, and serve

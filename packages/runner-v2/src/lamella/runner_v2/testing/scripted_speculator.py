@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from lamella.runner_v2.protocols import Drafts, SpecNeeds, SpecView, Verdict
+from lamella.runner_v2.protocols import DraftModel, Drafts, SpecNeeds, SpecView, Verdict
 
 Script = Callable[[int, Sequence[int], int], Sequence[int]]
 """(device row, ids so far, how many) -> drafts, fewer if it likes."""
@@ -22,6 +22,9 @@ class ScriptedSpeculator:
         self.views: list[SpecView] = []
         self.forgotten: list[int] = []
         self.num_accepted: list[int] = []
+
+    def bind(self, model: DraftModel | None) -> None:
+        assert model is None, "scripts need no network"
 
     def observe(self, view: SpecView) -> None:
         self.views.append(view._replace(token_ids=[list(ids) for ids in view.token_ids]))

@@ -66,6 +66,10 @@ class CombinedDrafter:
             max_drafts=max(need.max_drafts for need in needs),
             host_ids=True,  # they are what judges
             one_hot=all(need.one_hot for need in needs),
+            network=any(need.network for need in needs),
+            lookahead=max(need.lookahead for need in needs),
+            ids_ahead=max(need.ids_ahead for need in needs),
+            key_lookahead=max(need.key_lookahead for need in needs),
         )
         self._drafters = tuple(drafters)
         self._overall = Record((0.0,) * len(drafters), 0)

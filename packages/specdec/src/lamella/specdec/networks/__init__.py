@@ -1,0 +1,1 @@
+"""Drafters that draft with a network, one file for each way of doing so. They need torch."""
