@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lamella.engine.adapters import block_copier
-from lamella.engine.adapters.block_copier import LOAD_BLOCKS, STORE_BLOCKS, KernelCopier, block_copiers
+from lamella.engine.adapters.block_copier import AWAITED_BLOCKS, BESIDE_BLOCKS, KernelCopier, block_copiers
 from lamella.runner_v2.testing import cuda_kernels
 
 
@@ -30,15 +30,15 @@ def test_pieces_are_copied_by_their_addresses() -> None:
     kernels = Kernels()
     copier = KernelCopier(kernels)
     source, target = torch.arange(40, dtype=torch.int64).view(5, 8), torch.zeros(7, 4, dtype=torch.int64)
-    for loads in (True, False):
+    for beside in (False, True):
         addresses = [
             np.array([tensor[row].data_ptr() for row in rows]) for tensor, rows in ((source, (4, 1)), (target, (0, 6)))
         ]
-        copier.copy(*addresses, 32, torch.device("cpu"), loads=loads)
+        copier.copy(*addresses, 32, torch.device("cpu"), loads=True, beside=beside)
     assert torch.equal(target[[0, 6]], source[[4, 1], :4])
     assert int(target[1:6].sum()) == 0
-    assert kernels.max_blocks == [LOAD_BLOCKS, STORE_BLOCKS]
-    assert STORE_BLOCKS < LOAD_BLOCKS
+    assert kernels.max_blocks == [AWAITED_BLOCKS, BESIDE_BLOCKS]
+    assert BESIDE_BLOCKS < AWAITED_BLOCKS
 
 
 def test_the_copy_engines_come_before_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

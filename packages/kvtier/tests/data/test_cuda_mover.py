@@ -16,7 +16,7 @@ import torch
 
 from lamella.kvtier import CopyJob, Location, TicketResult
 from lamella.kvtier.data.cuda_lanes import LOADS, STORES
-from lamella.kvtier.data.cuda_mover import CudaDeviceMover
+from lamella.kvtier.data.cuda_mover import CudaDeviceMover, Speed
 from lamella.kvtier.data.driver_copier import DriverCopier
 from lamella.kvtier.data.host_buffer import HostBuffer
 from lamella.kvtier.data.mover import TierMover
@@ -347,22 +347,63 @@ def test_a_tier_mover_on_such_a_device() -> None:
     mover.close()
 
 
-def test_the_faster_copier_is_taken_unless_the_first_is_as_good() -> None:
+class Named(FakeCopier):
+    """One of several; names tells whose copies were launched, and how."""
+
+    def __init__(self, lanes: FakeLanes, name: str, used: list[tuple[str, bool]]) -> None:
+        super().__init__(lanes)
+        self.name = name
+        self.used = used
+
+    def copy(self, *args: Any, beside: bool = False, **options: Any) -> None:
+        self.used.append((self.name, beside))
+        super().copy(*args, **options)
+
+
+def measured(first: Speed, second: Speed) -> tuple[Setting, list[tuple[str, bool]]]:
+    """A mover that found copiers of such speeds."""
     setting = Setting()
+    used: list[tuple[str, bool]] = []
+    speeds = {"first": first, "second": second}
+    setting.mover._copiers = tuple(Named(setting.lanes, name, used) for name in speeds)
+    setting.mover._speed = lambda jobs, lane, copier: speeds[copier.name]  # type: ignore[assignment,return-value]
+    assert setting.mover.measure(0, 3) == max(first.rate, second.rate)
+    return setting, used
 
-    class Timed(FakeCopier):
-        def __init__(self, name: str, seconds: float, fail_every: int = 0) -> None:
-            super().__init__(setting.lanes, fail_every)
-            self.name, self.seconds = name, seconds
 
-    def rate(jobs: list[CopyJob], lane: int, copier: Timed) -> float:
-        return 1.0 / copier.seconds
+@pytest.mark.parametrize(("rates", "taken"), [((1.0, 2.0), "second"), ((2.0, 2.1), "first"), ((2.0, 1.0), "first")])
+def test_the_faster_copier_is_taken_unless_the_first_is_as_good(rates: tuple[float, float], taken: str) -> None:
+    setting, _ = measured(Speed(rates[0], 1.0), Speed(rates[1], 1.0))
+    assert setting.mover.stats()["copied_by"] == (taken, taken)
+    setting.mover.close()
 
-    for seconds, taken in (((1.0, 0.5), "second"), ((1.0, 0.97), "first"), ((1.0, 2.0), "first")):
-        setting.mover._copiers = (Timed("first", seconds[0]), Timed("second", seconds[1]))
-        setting.mover._rate = rate  # type: ignore[assignment]
-        assert setting.mover.measure(0, 3) == 1.0 / min(seconds)
-        assert setting.mover.stats()["copied_by"] == (taken, taken)
+
+@pytest.mark.parametrize(("rate", "quiet"), [(6.0, "second"), (4.0, "first")])
+def test_what_nobody_waits_for_is_launched_by_whom_takes_the_caller_the_shortest(
+    rate: float, quiet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """… if it is not too slow: stores always, loads while a step is under way that does not wait for them."""
+    setting, used = measured(Speed(10.0, 1.0), Speed(rate, 0.1))
+    setting.run([load(1, 0, 3, 5)])
+    assert set(used) == {("first", False)}, "no step is under way: the fastest one loads"
+    used.clear()
+    setting.run([store(2, 0, 5, 3)])
+    assert set(used) == {(quiet, True)}
+    used.clear()
+    setting.lanes.num_launched[COMPUTE] += 1
+    setting.mover.before_step(1)
+    setting.mover.after_step(1)  # runs
+    setting.mover.submit([load(3, 0, 3, 5)])
+    assert set(used) == {(quiet, True)}
+    used.clear()
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.PART_BYTES", 1)
+    monkeypatch.setattr("lamella.kvtier.data.cuda_mover.MAX_PARTS", 2)
+    setting.mover.submit([load(4 + n, 0, n, 6 + n) for n in range(3)])
+    used.clear()
+    setting.mover.before_step(2)
+    assert set(used) == {("first", False)}, "a step waits for it"
+    setting.lanes.num_done[COMPUTE] += 1
+    setting.collect(4)
     setting.mover.close()
 
 
@@ -417,7 +458,7 @@ def test_the_drivers_copies_have_the_right_addresses(monkeypatch: pytest.MonkeyP
     driver = Driver()
     sources = np.array([slots[row, 2].data_ptr() for row in (0, 7, 3, 2)])
     targets = np.array([cache[row].data_ptr() for row in (5, 1, 0, 4)])
-    DriverCopier(driver).copy(sources, targets, 40, torch.device("cpu"), loads=True)
+    DriverCopier(driver).copy(sources, targets, 40, torch.device("cpu"), loads=True, beside=False)
     assert driver.counts == [3, 1]
     want = torch.zeros_like(cache)
     want[[5, 1, 0, 4]] = slots[[0, 7, 3, 2], 2:7]
@@ -428,4 +469,4 @@ def test_a_refusal_of_the_driver_is_told() -> None:
     block = np.zeros(4)
     address = np.array([block.ctypes.data])
     with pytest.raises(RuntimeError, match="801"):
-        DriverCopier(Driver(code=801)).copy(address, address, 8, torch.device("cpu"), loads=True)
+        DriverCopier(Driver(code=801)).copy(address, address, 8, torch.device("cpu"), loads=True, beside=False)

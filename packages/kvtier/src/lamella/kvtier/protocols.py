@@ -37,9 +37,10 @@ class BlockCopier(Protocol):
     name: str
     """What figures call it."""
 
-    def copy(self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool) -> None:
+    def copy(self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool, beside: bool) -> None:
         """num_bytes from each source to its target. sources, targets: numpy [n] int64, addresses that the device can
-        reach; no two targets overlap. loads: to the device. RuntimeError or ValueError if it cannot."""
+        reach; no two targets overlap. loads: to the device. beside: others compute meanwhile, and nobody waits for
+        this. RuntimeError or ValueError if it cannot."""
 
 
 # ---- disk ----------------------------------------------------------------------------------------------------------

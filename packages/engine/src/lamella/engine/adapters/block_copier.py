@@ -4,7 +4,7 @@
     copy(addresses on the host)       →    addresses on the device, how many thread blocks →   copy_blocks
 
 One kernel for all pieces, however scattered they are. It takes thread blocks from what computes meanwhile: as few as
-fill the link, and half of that where nobody waits for the copy.
+fill the link, and a quarter of that where nobody waits for the copy.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lamella.kvtier.protocols import BlockCopier
 from lamella.runner_v2.errors import UnsupportedError
 from lamella.runner_v2.ops.providers.cuda_kernels import load_kernels
 
-LOAD_BLOCKS, STORE_BLOCKS = 16, 8
-"""Thread blocks, 16 KiB in flight each: 16 fill a link of PCIe 5."""
+AWAITED_BLOCKS, BESIDE_BLOCKS = 32, 8
+"""Thread blocks, 16 KiB in flight each: 32 fill a link of PCIe 5, and 8 most of it."""
 
 
 class KernelCopier:
@@ -33,11 +33,13 @@ class KernelCopier:
         """kernels: the namespace of lamella.kernels_cuda."""
         self._copy = kernels.copy_blocks
 
-    def copy(self, sources: Any, targets: Any, num_bytes: int, device: torch.device, *, loads: bool) -> None:
+    def copy(
+        self, sources: Any, targets: Any, num_bytes: int, device: torch.device, *, loads: bool, beside: bool
+    ) -> None:
         addresses = torch.from_numpy(np.stack((sources, targets)))
         if device.type == "cuda":
             addresses = addresses.pin_memory().to(device, non_blocking=True)
-        self._copy(addresses[0], addresses[1], num_bytes, max_blocks=LOAD_BLOCKS if loads else STORE_BLOCKS)
+        self._copy(addresses[0], addresses[1], num_bytes, max_blocks=BESIDE_BLOCKS if beside else AWAITED_BLOCKS)
 
 
 def block_copiers(device: str) -> list[BlockCopier]:

@@ -56,6 +56,18 @@ MAX_LOOKED_AT = 256
 """Jobs that cannot begin yet, of a queue; whoever polls does not look at more."""
 AS_GOOD = 0.93
 """A copier that reaches so much of the fastest one's speed, and stands before it, is taken."""
+QUIET_RATE = 0.5
+"""… and for copies that nobody waits for, one that reaches so much and is launched the fastest: a batched copy takes
+the driver more than a microsecond a piece, and a caller that decodes has none to spare."""
+
+
+class Speed(NamedTuple):
+    """Of a copier."""
+
+    rate: float
+    """Bytes per second; 0: it failed."""
+    launch_s: float
+    """Of the caller's thread."""
 
 
 class Pairs(NamedTuple):
@@ -125,6 +137,8 @@ class CudaDeviceMover:
         self._copiers = tuple(copiers)
         self._chosen = [copiers[0], copiers[0]] if copiers else []
         """By lane."""
+        self._quiet = copiers[0] if copiers else None
+        """The one that takes the caller's thread the shortest, for copies beside a step that nobody waits for."""
         self._lanes: Lanes = CudaLanes(self._device) if lanes is None else lanes
         self._pinner = SlabPinner(buffer, device=self._device) if pinner is None else pinner
         ranges = [slice(rank * size, (rank + 1) * size) for size in buffer.bytes_per_block]
@@ -270,27 +284,32 @@ class CudaDeviceMover:
             return self._measure_staged(jobs[LOADS])
         told: list[float] = []
         for lane in (STORES, LOADS):  # the slots' pages exist by then
-            rates = [self._rate(jobs[lane], lane, copier) for copier in self._copiers]
-            if not max(rates):
+            speeds = [self._speed(jobs[lane], lane, copier) for copier in self._copiers]
+            best = max(speed.rate for speed in speeds)
+            if not best:
                 logger.warning("blocks of the KV tier go through a staging buffer: no copier works here")
-                self._chosen = []
+                self._chosen, self._quiet = [], None
                 return self._measure_staged(jobs[LOADS])
-            self._chosen[lane] = next(c for c, rate in zip(self._copiers, rates) if rate >= AS_GOOD * max(rates))
-            told.append(max(rates))
+            good = [copier for copier, speed in zip(self._copiers, speeds) if speed.rate >= AS_GOOD * best]
+            self._chosen[lane] = good[0]
+            quiet = [(speed.launch_s, n) for n, speed in enumerate(speeds) if speed.rate >= QUIET_RATE * best]
+            self._quiet = self._copiers[min(quiet)[1]]
+            told.append(best)
         return told[-1]
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _rate(self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier) -> float:
-        """Bytes per second; 0: it failed."""
-        seconds = 0.0
+    def _speed(self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier) -> Speed:
+        seconds = launch_s = 0.0
         for _ in range(2):  # the first time kernels are loaded
+            began = time.perf_counter()
             batch = self._launch(jobs, lane, copier)
+            launch_s = time.perf_counter() - began
             batch.end.synchronize()
             if batch.error is not None:
-                return 0.0
+                return Speed(0.0, launch_s)
             seconds = batch.start.elapsed_time(batch.end) / 1e3
-        return batch.num_bytes / seconds if seconds else 0.0
+        return Speed(batch.num_bytes / seconds if seconds else 0.0, launch_s)
 
     def _measure_staged(self, jobs: Sequence[CopyJob]) -> float | None:
         failed = self._totals.num_failed
@@ -310,7 +329,7 @@ class CudaDeviceMover:
             ready = self._take(self._loads, 1 << 62 if every_load else PART_BYTES)
             pinned = [job for job in ready if self._is_pinned(job.source)]
             if pinned:
-                self._launched[LOADS].append(self._launch(pinned, LOADS))
+                self._launched[LOADS].append(self._launch(pinned, LOADS, beside=not every_load and self._computes()))
             if len(pinned) < len(ready):
                 staged = [job for job in ready if not self._is_pinned(job.source)]
                 self._staged.submit(staged, True, self._mark_of(staged))
@@ -320,7 +339,7 @@ class CudaDeviceMover:
             part = self._take(self._stores, PART_BYTES, pinned=True)
             if not part:
                 break
-            self._launched[STORES].append(self._launch(part, STORES))
+            self._launched[STORES].append(self._launch(part, STORES, beside=True))
         if self._stores and (self._pinner.ended or not self._chosen):
             staged = self._take(self._stores, 1 << 62, pinned=False)
             if staged:
@@ -349,8 +368,17 @@ class CudaDeviceMover:
         """Of the last step that they wait for; None: it has ended."""
         return self._steps.get(max(job.after_step for job in jobs))
 
-    def _launch(self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier | None = None) -> Batch:
-        copier = self._chosen[lane] if copier is None else copier
+    def _computes(self) -> bool:
+        """A step that was launched has not ended, as far as is known."""
+        return any(not mark.query() for mark in list(self._steps.values())[-1:])
+
+    def _launch(
+        self, jobs: Sequence[CopyJob], lane: int, copier: BlockCopier | None = None, *, beside: bool = False
+    ) -> Batch:
+        """beside: steps go on meanwhile, and nobody waits for these copies."""
+        if copier is None:
+            copier = self._quiet if beside else self._chosen[lane]
+        assert copier is not None
         lanes, batch = self._lanes, Batch(jobs)
         behind = self._mark_of(jobs)
         if behind is not None:
@@ -359,8 +387,8 @@ class CudaDeviceMover:
         pairs = _pairs(jobs)
         try:
             with torch.inference_mode(), lanes.on(lane):
-                for places in self._runs(pairs, lane):
-                    self._copy_layers(places, pairs, lane, copier)
+                for places in self._runs(pairs, STORE_CALL_BYTES if lane == STORES or beside else LOAD_CALL_BYTES):
+                    self._copy_layers(places, pairs, lane, copier, beside)
                     if lane == LOADS:
                         batch.marks.append((places[0], lanes.mark_lane(lane)))
         except (RuntimeError, ValueError) as problem:
@@ -368,9 +396,9 @@ class CudaDeviceMover:
         batch.end = lanes.mark_lane(lane, timed=True)
         return batch
 
-    def _runs(self, pairs: Mapping[int, Pairs], lane: int) -> list[list[int]]:
-        """Places of layers that are copied by one call, and held for together."""
-        most = LOAD_CALL_BYTES if lane == LOADS else STORE_CALL_BYTES
+    def _runs(self, pairs: Mapping[int, Pairs], most: int) -> list[list[int]]:
+        """Places of layers that are copied by one call, and held for together; no call but of one layer has more bytes
+        than twice the most."""
         runs: list[list[int]] = []
         num_bytes = 0
         for place, (layer, group) in enumerate(self.map.order):
@@ -383,7 +411,9 @@ class CudaDeviceMover:
             num_bytes += sum(end.num_bytes for end in self._ends[layer]) * len(pairs[group].slots)
         return runs
 
-    def _copy_layers(self, places: Sequence[int], pairs: Mapping[int, Pairs], lane: int, copier: BlockCopier) -> None:
+    def _copy_layers(
+        self, places: Sequence[int], pairs: Mapping[int, Pairs], lane: int, copier: BlockCopier, beside: bool
+    ) -> None:
         by_size: dict[int, list[tuple[Addresses, Addresses]]] = {}
         for place in places:
             layer, group = self.map.order[place]
@@ -393,7 +423,7 @@ class CudaDeviceMover:
                 by_size.setdefault(end.num_bytes, []).append((host, cache) if lane == LOADS else (cache, host))
         for num_bytes, addresses in by_size.items():
             sources, targets = (np.concatenate(part) for part in zip(*addresses))
-            copier.copy(sources, targets, num_bytes, self._device, loads=lane == LOADS)
+            copier.copy(sources, targets, num_bytes, self._device, loads=lane == LOADS, beside=beside)
 
     def _has_ended(self, batch: Batch) -> bool:
         try:

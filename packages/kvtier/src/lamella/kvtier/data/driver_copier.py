@@ -53,9 +53,9 @@ class DriverCopier:
         self._first = ctypes.c_size_t(0)
 
     def copy(
-        self, sources: Addresses, targets: Addresses, num_bytes: int, device: torch.device, *, loads: bool
+        self, sources: Addresses, targets: Addresses, num_bytes: int, device: torch.device, *, loads: bool, beside: bool
     ) -> None:
-        """RuntimeError if the driver refuses."""
+        """The engines are in no kernel's way, whatever goes on beside. RuntimeError if the driver refuses."""
         stream = int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
         sizes = np.full(min(MAX_COPIES, len(sources)), num_bytes, np.uint64)
         sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)

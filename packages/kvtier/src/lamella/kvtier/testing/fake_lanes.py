@@ -138,7 +138,9 @@ class FakeCopier:
         self._fail_every = fail_every
         self._numbers = itertools.count(1)
 
-    def copy(self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool) -> None:
+    def copy(
+        self, sources: Any, targets: Any, num_bytes: int, device: Any, *, loads: bool, beside: bool = False
+    ) -> None:
         if self._fail_every and next(self._numbers) % self._fail_every == 0:
             raise RuntimeError("the copier broke")
         self._lanes.launch(sources.tolist(), targets.tolist(), num_bytes, loads)
